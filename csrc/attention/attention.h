@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "common/cpu_runtime.h"
+
+/// All that torch-ext/ sees of attention. Every function writes every element of its outputs: rows
+/// that see no key, rows that no sequence covers and tensors of empty sequences included.
+namespace flash_attn_norm {
+
+namespace cpu {
+
+int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params, const CpuRuntime& runtime);
+void attention_fwd(const AttentionFwdParams& params, const CpuRuntime& runtime);
+
+int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params, const CpuRuntime& runtime);
+void attention_bwd(const AttentionBwdParams& params, const CpuRuntime& runtime);
+
+}  // namespace cpu
+
+namespace cuda {
+
+/// `stream` is a cudaStream_t; the current device is the tensors' own.
+int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params);
+void attention_fwd(const AttentionFwdParams& params, void* stream);
+
+int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params);
+void attention_bwd(const AttentionBwdParams& params, void* stream);
+
+}  // namespace cuda
+
+}  // namespace flash_attn_norm

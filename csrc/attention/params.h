@@ -1,0 +1,118 @@
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace flash_attn_norm {
+
+/// Distances in elements; the last dimension has unit stride. A packed tensor has no batch stride
+/// (0).
+struct TensorStrides {
+    int64_t batch = 0;
+    int64_t row = 0;
+    int64_t head = 0;
+};
+
+/// Distances in elements of an additive bias; 0 where it is broadcast. Columns have unit stride.
+struct BiasStrides {
+    int64_t batch = 0;
+    int64_t head = 0;
+    int64_t row = 0;
+};
+
+/// What both passes need to know of the problem: sizes, masks, and every term that is added to a
+/// score.
+///
+///     score = softmax_scale * q . k
+///     score = softcap * tanh(score / softcap)                          if softcap > 0
+///     score = score - alibi_slope * |row + seqlen_k - seqlen_q - key|  if alibi_slopes
+///     score = score + attn_bias[row, key]                              if attn_bias
+struct AttentionProblem {
+    DType dtype = DType::kBFloat16;  // of q, k, v, out and their gradients
+
+    int64_t batch_size = 0;  // packed: the number of sequences
+    int64_t seqlen_q = 0;    // dense only
+    int64_t seqlen_k = 0;    // dense only
+    int64_t total_q = 0;     // rows of a packed q; dense: batch_size * seqlen_q
+    int64_t total_k = 0;
+    int num_heads_q = 0;
+    int num_heads_kv = 0;  // divides num_heads_q
+    int head_dim = 0;      // of queries and keys
+    int head_dim_v = 0;    // of values and the output
+
+    const int32_t* cu_seqlens_q = nullptr;  // [batch_size + 1], packed; null when dense
+    const int32_t* cu_seqlens_k = nullptr;  // [batch_size + 1]
+
+    float softmax_scale = 1.0f;
+    float softcap = 0.0f;       // 0: off
+    int64_t window_left = -1;   // keys to the left of the diagonal that a row sees; -1: all
+    int64_t window_right = -1;  // likewise to the right; a causal mask is window_right = 0
+    float dropout_p = 0.0f;     // probability of dropping, in [0, 1)
+    const int64_t* rng_state = nullptr;  // [2] = seed, offset; null without dropout
+
+    const float* alibi_slopes = nullptr;  // [num_heads_q] or [batch_size, num_heads_q]
+    int64_t alibi_batch_stride = 0;       // 0 for [num_heads_q]
+
+    const void* s_aux =
+        nullptr;  // [num_heads_q], the sink: one more logit of every row, not scaled
+    DType s_aux_dtype = DType::kFloat32;
+
+    const void* attn_bias = nullptr;  // dense [batch_size, num_heads_q, seqlen_q, bias_columns]
+                                      // packed [num_heads_q, total_q, bias_columns]
+    DType attn_bias_dtype = DType::kFloat32;
+    BiasStrides attn_bias_strides;  // packed: no batch stride; row counts packed rows
+    int64_t bias_columns = 0;       // keys that attn_bias covers; at least the longest seqlen_k
+
+    bool is_packed() const { return cu_seqlens_q != nullptr; }
+    int group_size() const { return num_heads_q / num_heads_kv; }
+};
+
+struct AttentionFwdParams {
+    AttentionProblem problem;
+
+    const void* q =
+        nullptr;  // dense [batch_size, seqlen_q, num_heads_q, head_dim], packed [total_q, ...]
+    const void* k =
+        nullptr;  // dense [batch_size, seqlen_k, num_heads_kv, head_dim], packed [total_k, ...]
+    const void* v =
+        nullptr;  // dense [batch_size, seqlen_k, num_heads_kv, head_dim_v], packed [total_k, ...]
+    TensorStrides q_strides, k_strides, v_strides;
+
+    void* out = nullptr;  // like q, with head_dim_v; contiguous
+    float* softmax_lse =
+        nullptr;  // dense [batch_size, num_heads_q, seqlen_q], packed [num_heads_q, total_q];
+                  // natural log, sink included, -inf where a row sees no key
+
+    void* workspace =
+        nullptr;  // attention_fwd_workspace_bytes(params), 64-byte aligned; contents undefined
+};
+
+struct AttentionBwdParams {
+    AttentionProblem problem;
+
+    const void* q = nullptr;  // shapes as in AttentionFwdParams
+    const void* k = nullptr;
+    const void* v = nullptr;
+    const void* out = nullptr;   // contiguous
+    const void* dout = nullptr;  // like out; null: zero
+    TensorStrides q_strides, k_strides, v_strides, dout_strides;
+
+    const float* softmax_lse = nullptr;   // as written by the forward pass
+    const float* dsoftmax_lse = nullptr;  // like softmax_lse, contiguous; null: zero
+
+    void* dq = nullptr;       // like q, contiguous
+    void* dk = nullptr;       // like k, contiguous: num_heads_kv heads, never num_heads_q
+    void* dv = nullptr;       // like v, contiguous
+    float* ds_aux = nullptr;  // [num_heads_q] in float32; null: not wanted
+    float* dattn_bias =
+        nullptr;  // like attn_bias with its broadcast dimensions of size 1, contiguous, float32;
+    BiasStrides
+        dattn_bias_strides;  // null: not wanted. 0 where the gradient is summed over that dimension
+    bool deterministic = false;
+
+    void* workspace =
+        nullptr;  // attention_bwd_workspace_bytes(params), 64-byte aligned; contents undefined
+};
+
+}  // namespace flash_attn_norm

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+/// The ops, one implementation for all devices: each function checks its tensors, allocates, fills
+/// a params struct and calls cpu:: or cuda:: of csrc/ by the device of its first tensor.
+
+using torch::stable::Tensor;
+
+std::tuple<Tensor, Tensor> attention_fwd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
+    const std::optional<Tensor>& s_aux, const std::optional<Tensor>& attn_bias,
+    const std::optional<Tensor>& rng_state, double softmax_scale, bool causal, int64_t window_left,
+    int64_t window_right, double softcap, double dropout_p, bool check_values);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
+    const std::optional<Tensor>& dout, const std::optional<Tensor>& dsoftmax_lse, const Tensor& q,
+    const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+    const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux,
+    const std::optional<Tensor>& attn_bias, const std::optional<Tensor>& rng_state,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
+    double dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,
+    bool check_values);
