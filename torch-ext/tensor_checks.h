@@ -1,0 +1,132 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+
+#include "common/dtype.h"
+
+/// Readable refusals. A refusal is a std::invalid_argument, which Python sees as a ValueError with
+/// exactly its text; STD_TORCH_CHECK would put function, file and line before it.
+namespace flash_attn_norm {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string text(const char* part) {
+    return part;
+}
+inline std::string text(const std::string& part) {
+    return part;
+}
+inline std::string text(int64_t part) {
+    return std::to_string(part);
+}
+inline std::string text(int part) {
+    return std::to_string(part);
+}
+inline std::string text(double part) {
+    char digits[32];
+    std::snprintf(digits, sizeof(digits), "%g", part);
+    return digits;
+}
+
+/// A dtype as Python prints it.
+inline std::string text(ScalarType dtype) {
+    switch (dtype) {
+        case ScalarType::Float:
+            return "torch.float32";
+        case ScalarType::Double:
+            return "torch.float64";
+        case ScalarType::Half:
+            return "torch.float16";
+        case ScalarType::BFloat16:
+            return "torch.bfloat16";
+        case ScalarType::Int:
+            return "torch.int32";
+        case ScalarType::Long:
+            return "torch.int64";
+        case ScalarType::Bool:
+            return "torch.bool";
+        default:
+            return torch::headeronly::toString(dtype);
+    }
+}
+
+inline std::string shape_text(const Tensor& tensor) {
+    std::string shape = "(";
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+        if (dim > 0) shape += ", ";
+        shape += std::to_string(tensor.size(dim));
+    }
+    return shape + (tensor.dim() == 1 ? ",)" : ")");
+}
+
+/// "cpu" or "cuda:1".
+inline std::string device_text(const Tensor& tensor) {
+    if (tensor.is_cpu()) return "cpu";
+    const std::string index = std::to_string(tensor.get_device_index());
+    return (tensor.is_cuda() ? "cuda:" : "device:") + index;
+}
+
+/// Throws std::invalid_argument with the parts one after the other.
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+    std::string message;
+    ((message += text(parts)), ...);
+    throw std::invalid_argument(message);
+}
+
+inline bool is_float_dtype(ScalarType dtype) {
+    return dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+}
+
+/// The kernels' name for a tensor's dtype; refuses all but the three float dtypes.
+inline DType to_dtype(const char* name, const Tensor& tensor) {
+    switch (tensor.scalar_type()) {
+        case ScalarType::Float:
+            return DType::kFloat32;
+        case ScalarType::Half:
+            return DType::kFloat16;
+        case ScalarType::BFloat16:
+            return DType::kBFloat16;
+        default:
+            refuse(name, " has dtype ", tensor.scalar_type(),
+                   "; allowed are torch.float32, torch.float16 and torch.bfloat16");
+    }
+}
+
+/// Refuses a tensor of another rank; `shape` says what is meant, e.g. "(rows, hidden_size)".
+inline void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* shape) {
+    if (tensor.dim() == rank) return;
+    refuse(name, " has shape ", shape_text(tensor), ", ", tensor.dim(), " dimensions; expected ",
+           rank, ": ", shape);
+}
+
+/// Refuses a tensor that is not on the device of `reference`.
+inline void check_device(const char* name, const Tensor& tensor, const char* reference_name,
+                         const Tensor& reference) {
+    if (tensor.is_cpu() == reference.is_cpu() && tensor.is_cuda() == reference.is_cuda() &&
+        tensor.get_device_index() == reference.get_device_index()) {
+        return;
+    }
+    refuse(name, " is on ", device_text(tensor), " but ", reference_name, " is on ",
+           device_text(reference), "; all tensors of a call must be on one device");
+}
+
+inline bool has_unit_last_stride(const Tensor& tensor) {
+    const int64_t last = tensor.dim() - 1;
+    return tensor.size(last) <= 1 || tensor.stride(last) == 1;
+}
+
+/// The tensor itself if its last dimension has unit stride, else one contiguous copy.
+inline Tensor with_unit_last_stride(const Tensor& tensor) {
+    return has_unit_last_stride(tensor) ? tensor : torch::stable::contiguous(tensor);
+}
+
+}  // namespace flash_attn_norm
