@@ -1,0 +1,1 @@
+"""Build, check and record tools of the repository; nothing here is shipped in a variant."""
