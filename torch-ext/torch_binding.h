@@ -16,7 +16,7 @@ std::tuple<Tensor, Tensor> attention_fwd(
     const std::optional<Tensor>& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
     const std::optional<Tensor>& s_aux, const std::optional<Tensor>& attn_bias,
     const std::optional<Tensor>& rng_state, double softmax_scale, bool causal, int64_t window_left,
-    int64_t window_right, double softcap, double dropout_p, bool check_values);
+    int64_t window_right, double softcap, double dropout_p, bool deterministic, bool check_values);
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     const std::optional<Tensor>& dout, const std::optional<Tensor>& dsoftmax_lse, const Tensor& q,

@@ -1,0 +1,424 @@
+#include "attention_checks.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "tensor_checks.h"
+
+#if defined(CUDA_KERNEL)
+#include "device.h"
+#endif
+
+namespace flash_attn_norm {
+
+namespace {
+
+constexpr int64_t kMaxHeadDim = 512;
+
+struct Shapes {
+    bool packed;
+    int64_t batch_size, seqlen_q, seqlen_k, total_q, total_k;
+    int64_t num_heads_q, num_heads_kv, head_dim, head_dim_v;
+};
+
+void check_devices(const AttentionArguments& arguments) {
+    const auto check = [&](const char* name, const std::optional<Tensor>& tensor) {
+        if (tensor) check_device(name, *tensor, "q", arguments.q);
+    };
+    check("k", arguments.k);
+    check("v", arguments.v);
+    check("cu_seqlens_q", arguments.cu_seqlens_q);
+    check("cu_seqlens_k", arguments.cu_seqlens_k);
+    check("alibi_slopes", arguments.alibi_slopes);
+    check("s_aux", arguments.s_aux);
+    check("attn_bias", arguments.attn_bias);
+    check("rng_state", arguments.rng_state);
+}
+
+void check_dtypes(const AttentionArguments& arguments) {
+    const ScalarType q = arguments.q.scalar_type();
+    const ScalarType k = arguments.k.scalar_type();
+    const ScalarType v = arguments.v.scalar_type();
+    if (q != k || q != v) {
+        refuse("q, k and v must have one dtype, but q is ", q, ", k is ", k, " and v is ", v,
+               "; cast them to one, e.g. q.to(v.dtype) and k.to(v.dtype). Under torch.autocast a "
+               "norm or a rotary embedding that returns float32 is the usual cause");
+    }
+    if (!is_float_dtype(q)) {
+        refuse("q, k and v have dtype ", q,
+               "; allowed are torch.bfloat16, torch.float16 and, on the CPU, torch.float32");
+    }
+    if (q == ScalarType::Float && !arguments.q.is_cpu()) {
+        refuse("q, k and v are torch.float32 on ", device_text(arguments.q),
+               "; attention on a GPU takes torch.bfloat16 or torch.float16: cast them, e.g. "
+               "q.to(torch.bfloat16), load the model in torch.bfloat16, or run it under "
+               "torch.autocast so that its projections return torch.bfloat16");
+    }
+}
+
+/// The sizes that q, k and v agree on.
+Shapes check_shapes(const AttentionArguments& arguments) {
+    const Tensor &q = arguments.q, &k = arguments.k, &v = arguments.v;
+    if (arguments.cu_seqlens_q.has_value() != arguments.cu_seqlens_k.has_value()) {
+        refuse(arguments.cu_seqlens_q ? "cu_seqlens_k" : "cu_seqlens_q",
+               " is missing; packed attention takes both cu_seqlens_q and cu_seqlens_k");
+    }
+    const bool packed = arguments.cu_seqlens_q.has_value();
+    const int64_t rank = packed ? 3 : 4;
+    check_rank("q", q, rank,
+               packed ? "(total_q, num_heads_q, head_dim)"
+                      : "(batch_size, seqlen_q, num_heads_q, head_dim)");
+    check_rank("k", k, rank,
+               packed ? "(total_k, num_heads_kv, head_dim)"
+                      : "(batch_size, seqlen_k, num_heads_kv, head_dim)");
+    check_rank("v", v, rank,
+               packed ? "(total_k, num_heads_kv, head_dim_v)"
+                      : "(batch_size, seqlen_k, num_heads_kv, head_dim_v)");
+
+    if (!packed && (k.size(0) != q.size(0) || v.size(0) != q.size(0))) {
+        refuse("q, k and v have batch sizes ", q.size(0), ", ", k.size(0), " and ", v.size(0),
+               "; they must be equal");
+    }
+    const int64_t row_dim = rank - 3, head_dim = rank - 2, last = rank - 1;
+    if (k.size(row_dim) != v.size(row_dim)) {
+        refuse("k has ", k.size(row_dim), " rows and v has ", v.size(row_dim), " (k ",
+               shape_text(k), ", v ", shape_text(v), "); they must be equal");
+    }
+    const int64_t num_heads_q = q.size(head_dim), num_heads_kv = k.size(head_dim);
+    if (v.size(head_dim) != num_heads_kv) {
+        refuse("k has ", num_heads_kv, " heads and v has ", v.size(head_dim),
+               "; they must be equal");
+    }
+    if (num_heads_kv < 1 || num_heads_q < 1 || num_heads_q % num_heads_kv != 0) {
+        refuse("q has ", num_heads_q, " heads and k and v have ", num_heads_kv,
+               "; num_heads_q must be a positive multiple of num_heads_kv");
+    }
+    if (q.size(last) != k.size(last)) {
+        refuse("q has head_dim ", q.size(last), " and k has head_dim ", k.size(last),
+               "; they must be equal (only v may differ)");
+    }
+    if (q.size(last) < 1 || q.size(last) > kMaxHeadDim) {
+        refuse("q and k have head_dim ", q.size(last), "; allowed are 1 to ", kMaxHeadDim);
+    }
+    if (v.size(last) < 1 || v.size(last) > kMaxHeadDim) {
+        refuse("v has head_dim ", v.size(last), "; allowed are 1 to ", kMaxHeadDim);
+    }
+
+    Shapes shapes;
+    shapes.packed = packed;
+    shapes.batch_size = packed ? 0 : q.size(0);  // of packed tensors: known from cu_seqlens
+    shapes.seqlen_q = packed ? 0 : q.size(1);
+    shapes.seqlen_k = packed ? 0 : k.size(1);
+    shapes.total_q = packed ? q.size(0) : q.size(0) * q.size(1);
+    shapes.total_k = packed ? k.size(0) : k.size(0) * k.size(1);
+    shapes.num_heads_q = num_heads_q;
+    shapes.num_heads_kv = num_heads_kv;
+    shapes.head_dim = q.size(last);
+    shapes.head_dim_v = v.size(last);
+    return shapes;
+}
+
+void check_scalars(const AttentionArguments& arguments) {
+    // As the kernels see them: a number that leaves float32's range becomes infinite or zero there.
+    const float softmax_scale = static_cast<float>(arguments.softmax_scale);
+    const float softcap = static_cast<float>(arguments.softcap);
+    const float dropout_p = static_cast<float>(arguments.dropout_p);
+    if (!std::isfinite(softmax_scale)) {
+        refuse("softmax_scale is ", arguments.softmax_scale, "; it must be a finite number");
+    }
+    if (arguments.window_left < -1 || arguments.window_right < -1) {
+        refuse("window_size is (", arguments.window_left, ", ", arguments.window_right,
+               "); an entry must be -1 (no bound) or at least 0");
+    }
+    if (!std::isfinite(softcap) || !(softcap > 0.0f || arguments.softcap == 0.0)) {
+        refuse("softcap is ", arguments.softcap,
+               "; it must be 0 (off) or a positive finite number");
+    }
+    if (!(dropout_p >= 0.0f && dropout_p < 1.0f)) {
+        refuse("dropout_p is ", arguments.dropout_p, "; it must lie in [0, 1)");
+    }
+    if (arguments.dropout_p > 0.0 && !arguments.rng_state) {
+        refuse("rng_state is missing; with dropout_p ", arguments.dropout_p,
+               " the op takes the seed and the offset of the mask, torch.int64 of shape (2,)");
+    }
+}
+
+void check_index_tensor(const char* name, const Tensor& tensor) {
+    check_rank(name, tensor, 1, "(batch_size + 1,)");
+    if (tensor.scalar_type() != ScalarType::Int) {
+        refuse(name, " has dtype ", tensor.scalar_type(), "; it must be torch.int32, e.g. ", name,
+               ".to(torch.int32)");
+    }
+    if (tensor.size(0) < 1) {
+        refuse(name, " is empty; it must have batch_size + 1 elements, the first of them 0");
+    }
+    if (!tensor.is_contiguous()) refuse(name, " is not contiguous; pass ", name, ".contiguous()");
+}
+
+/// `values` are those of cu_seqlens_q or cu_seqlens_k; gives the longest sequence.
+int64_t check_cumulative(const std::string& name, const int32_t* values, int64_t count,
+                         const char* rows_name, int64_t rows) {
+    if (values[0] != 0) refuse(name, "[0] is ", values[0], "; it must be 0");
+    int64_t longest = 0;
+    for (int64_t index = 1; index < count; ++index) {
+        const int64_t length = int64_t{values[index]} - values[index - 1];
+        if (length < 0) {
+            refuse(name, " decreases at index ", index, ": ", values[index - 1], ", ",
+                   values[index], "; its values must not decrease");
+        }
+        longest = std::max(longest, length);
+    }
+    if (values[count - 1] > rows) {
+        refuse(name, " ends at ", values[count - 1], " but ", rows_name, " has ", rows,
+               " rows; its last value must be at most the number of rows");
+    }
+    return longest;
+}
+
+#if defined(CUDA_KERNEL)
+/// Both tensors' values on the host, one after the other, with one sync.
+std::vector<int32_t> read_from_device(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
+    if (is_stream_capturing(cu_seqlens_q.get_device_index())) {
+        throw std::runtime_error(
+            "check_inputs(True) reads the values of cu_seqlens_q and cu_seqlens_k, which a CUDA "
+            "graph capture forbids; call check_inputs(False) before the capture");
+    }
+    const int64_t count = cu_seqlens_q.size(0);
+    Tensor both = torch::stable::new_empty(cu_seqlens_q, {2 * count});
+    Tensor first = torch::stable::narrow(both, 0, 0, count);
+    Tensor second = torch::stable::narrow(both, 0, count, count);
+    torch::stable::copy_(first, cu_seqlens_q);
+    torch::stable::copy_(second, cu_seqlens_k);
+    const Tensor on_host =
+        torch::stable::to(both, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+    const int32_t* const values = static_cast<const int32_t*>(on_host.const_data_ptr());
+    return std::vector<int32_t>(values, values + 2 * count);
+}
+#endif
+
+/// The values of cu_seqlens: always on the CPU; on a GPU, where it costs a sync, if asked for.
+void check_index_values(const AttentionArguments& arguments, const Shapes& shapes) {
+    const Tensor &cu_seqlens_q = *arguments.cu_seqlens_q, &cu_seqlens_k = *arguments.cu_seqlens_k;
+    const int64_t count = cu_seqlens_q.size(0);
+    std::vector<int32_t> values;
+    if (arguments.q.is_cpu()) {
+        const int32_t* const q = static_cast<const int32_t*>(cu_seqlens_q.const_data_ptr());
+        const int32_t* const k = static_cast<const int32_t*>(cu_seqlens_k.const_data_ptr());
+        values.assign(q, q + count);
+        values.insert(values.end(), k, k + count);
+    }
+#if defined(CUDA_KERNEL)
+    if (!arguments.q.is_cpu() && arguments.check_values) {
+        values = read_from_device(cu_seqlens_q, cu_seqlens_k);
+    }
+#endif
+    if (values.empty()) return;
+    check_cumulative("cu_seqlens_q", values.data(), count, "q", shapes.total_q);
+    const int64_t longest_k =
+        check_cumulative("cu_seqlens_k", values.data() + count, count, "k", shapes.total_k);
+    if (arguments.attn_bias && arguments.attn_bias->size(2) < longest_k) {
+        refuse("attn_bias has ", arguments.attn_bias->size(2),
+               " columns but the longest sequence of cu_seqlens_k has ", longest_k,
+               " keys; it must have a column for each");
+    }
+}
+
+void check_index_tensors(const AttentionArguments& arguments) {
+    check_index_tensor("cu_seqlens_q", *arguments.cu_seqlens_q);
+    check_index_tensor("cu_seqlens_k", *arguments.cu_seqlens_k);
+    if (arguments.cu_seqlens_q->size(0) != arguments.cu_seqlens_k->size(0)) {
+        refuse("cu_seqlens_q has ", arguments.cu_seqlens_q->size(0),
+               " elements and cu_seqlens_k has ", arguments.cu_seqlens_k->size(0),
+               "; both must have batch_size + 1");
+    }
+}
+
+void check_alibi_slopes(const Tensor& slopes, const Shapes& shapes) {
+    if (slopes.scalar_type() != ScalarType::Float) {
+        refuse("alibi_slopes has dtype ", slopes.scalar_type(), "; it must be torch.float32");
+    }
+    const bool per_head = slopes.dim() == 1 && slopes.size(0) == shapes.num_heads_q;
+    const bool per_batch = slopes.dim() == 2 && slopes.size(0) == shapes.batch_size &&
+                           slopes.size(1) == shapes.num_heads_q;
+    if (!per_head && !per_batch) {
+        refuse("alibi_slopes has shape ", shape_text(slopes), "; allowed are (num_heads_q,) = (",
+               shapes.num_heads_q, ",) and (batch_size, num_heads_q) = (", shapes.batch_size, ", ",
+               shapes.num_heads_q, ")");
+    }
+}
+
+void check_s_aux(const Tensor& s_aux, const Shapes& shapes) {
+    to_dtype("s_aux", s_aux);
+    if (s_aux.dim() != 1 || s_aux.size(0) != shapes.num_heads_q) {
+        refuse("s_aux has shape ", shape_text(s_aux), "; it must be (num_heads_q,) = (",
+               shapes.num_heads_q, ",)");
+    }
+}
+
+void check_attn_bias(const Tensor& bias, const Shapes& shapes, ScalarType dtype) {
+    if (bias.scalar_type() != dtype && bias.scalar_type() != ScalarType::Float) {
+        refuse("attn_bias has dtype ", bias.scalar_type(), "; it must be q's, ", dtype,
+               ", or torch.float32");
+    }
+    const auto one_or = [&](int64_t dim, int64_t size) {
+        return bias.size(dim) == 1 || bias.size(dim) == size;
+    };
+    if (shapes.packed) {
+        check_rank("attn_bias", bias, 3, "(1 or num_heads_q, 1 or total_q, max_seqlen_k)");
+        if (one_or(0, shapes.num_heads_q) && one_or(1, shapes.total_q)) return;
+        refuse("attn_bias has shape ", shape_text(bias),
+               "; it must be (1 or num_heads_q, 1 or total_q, max_seqlen_k) = (1 or ",
+               shapes.num_heads_q, ", 1 or ", shapes.total_q, ", max_seqlen_k)");
+    }
+    check_rank("attn_bias", bias, 4,
+               "(1 or batch_size, 1 or num_heads_q, 1 or seqlen_q, seqlen_k)");
+    if (one_or(0, shapes.batch_size) && one_or(1, shapes.num_heads_q) &&
+        one_or(2, shapes.seqlen_q) && bias.size(3) == shapes.seqlen_k) {
+        return;
+    }
+    refuse("attn_bias has shape ", shape_text(bias),
+           "; it must be (1 or batch_size, 1 or num_heads_q, 1 or seqlen_q, seqlen_k) = (1 or ",
+           shapes.batch_size, ", 1 or ", shapes.num_heads_q, ", 1 or ", shapes.seqlen_q, ", ",
+           shapes.seqlen_k, ")");
+}
+
+void check_rng_state(const Tensor& rng_state) {
+    if (rng_state.scalar_type() != ScalarType::Long || rng_state.dim() != 1 ||
+        rng_state.size(0) != 2 || !rng_state.is_contiguous()) {
+        refuse("rng_state has dtype ", rng_state.scalar_type(), " and shape ",
+               shape_text(rng_state), "; it must be torch.int64 of shape (2,), contiguous");
+    }
+}
+
+/// A window bound that no pair of row and key can reach is no bound. Never cut to the key count:
+/// with more queries than keys the distance between a row and a key exceeds it.
+int64_t reachable_window(int64_t bound, const Shapes& shapes) {
+    return bound >= shapes.total_q + shapes.total_k ? -1 : bound;
+}
+
+void describe_extras(AttentionArguments& arguments, const Shapes& shapes,
+                     AttentionProblem& problem) {
+    if (arguments.alibi_slopes) {
+        Tensor& slopes = *arguments.alibi_slopes;
+        slopes = with_unit_last_stride(slopes);
+        problem.alibi_slopes = static_cast<const float*>(slopes.const_data_ptr());
+        problem.alibi_batch_stride = slopes.dim() == 2 ? slopes.stride(0) : 0;
+    }
+    if (arguments.s_aux) {
+        Tensor& s_aux = *arguments.s_aux;
+        s_aux = with_unit_last_stride(s_aux);
+        problem.s_aux = s_aux.const_data_ptr();
+        problem.s_aux_dtype = to_dtype("s_aux", s_aux);
+    }
+    if (arguments.attn_bias) {
+        Tensor& bias = *arguments.attn_bias;
+        bias = with_unit_last_stride(bias);
+        const auto stride = [&](int64_t dim) { return bias.size(dim) == 1 ? 0 : bias.stride(dim); };
+        problem.attn_bias = bias.const_data_ptr();
+        problem.attn_bias_dtype = to_dtype("attn_bias", bias);
+        problem.bias_columns = bias.size(bias.dim() - 1);
+        const int64_t head = shapes.packed ? 0 : 1;
+        problem.attn_bias_strides.batch = shapes.packed ? 0 : stride(0);
+        problem.attn_bias_strides.head = stride(head);
+        problem.attn_bias_strides.row = stride(head + 1);
+    }
+    if (arguments.rng_state && arguments.dropout_p > 0.0) {
+        problem.rng_state = static_cast<const int64_t*>(arguments.rng_state->const_data_ptr());
+    }
+}
+
+AttentionProblem describe(AttentionArguments& arguments, const Shapes& shapes) {
+    AttentionProblem problem;
+    problem.dtype = to_dtype("q", arguments.q);
+    problem.batch_size = shapes.batch_size;
+    problem.seqlen_q = shapes.seqlen_q;
+    problem.seqlen_k = shapes.seqlen_k;
+    problem.total_q = shapes.total_q;
+    problem.total_k = shapes.total_k;
+    problem.num_heads_q = static_cast<int>(shapes.num_heads_q);
+    problem.num_heads_kv = static_cast<int>(shapes.num_heads_kv);
+    problem.head_dim = static_cast<int>(shapes.head_dim);
+    problem.head_dim_v = static_cast<int>(shapes.head_dim_v);
+    if (shapes.packed) {
+        problem.cu_seqlens_q =
+            static_cast<const int32_t*>(arguments.cu_seqlens_q->const_data_ptr());
+        problem.cu_seqlens_k =
+            static_cast<const int32_t*>(arguments.cu_seqlens_k->const_data_ptr());
+    }
+    problem.softmax_scale = static_cast<float>(arguments.softmax_scale);
+    problem.softcap = static_cast<float>(arguments.softcap);
+    problem.window_left = reachable_window(arguments.window_left, shapes);
+    problem.window_right = arguments.causal ? 0 : reachable_window(arguments.window_right, shapes);
+    problem.dropout_p = static_cast<float>(arguments.dropout_p);
+    describe_extras(arguments, shapes, problem);
+    return problem;
+}
+
+}  // namespace
+
+AttentionProblem check_attention(AttentionArguments& arguments) {
+    check_devices(arguments);
+    check_dtypes(arguments);
+    Shapes shapes = check_shapes(arguments);
+    check_scalars(arguments);
+    if (shapes.packed) {
+        check_index_tensors(arguments);
+        shapes.batch_size = arguments.cu_seqlens_q->size(0) - 1;
+    }
+    if (arguments.alibi_slopes) check_alibi_slopes(*arguments.alibi_slopes, shapes);
+    if (arguments.s_aux) check_s_aux(*arguments.s_aux, shapes);
+    if (arguments.attn_bias) {
+        check_attn_bias(*arguments.attn_bias, shapes, arguments.q.scalar_type());
+    }
+    if (arguments.rng_state) check_rng_state(*arguments.rng_state);
+    if (shapes.packed) check_index_values(arguments, shapes);
+
+    arguments.q = with_unit_last_stride(arguments.q);
+    arguments.k = with_unit_last_stride(arguments.k);
+    arguments.v = with_unit_last_stride(arguments.v);
+    return describe(arguments, shapes);
+}
+
+void check_attention_gradients(const AttentionProblem& problem, const AttentionArguments& arguments,
+                               const Tensor& out, const Tensor& softmax_lse,
+                               const std::optional<Tensor>& dout,
+                               const std::optional<Tensor>& dsoftmax_lse) {
+    const Tensor& q = arguments.q;
+    const auto check_like_out = [&](const char* name, const Tensor& tensor) {
+        check_device(name, tensor, "q", q);
+        bool same = tensor.dim() == q.dim() && tensor.scalar_type() == q.scalar_type();
+        for (int64_t dim = 0; same && dim + 1 < q.dim(); ++dim) {
+            same = tensor.size(dim) == q.size(dim);
+        }
+        if (same && tensor.size(q.dim() - 1) == problem.head_dim_v) return;
+        refuse(name, " has shape ", shape_text(tensor), " and dtype ", tensor.scalar_type(),
+               "; it must have q's shape ", shape_text(q), " with v's head_dim ",
+               problem.head_dim_v, ", and q's dtype ", q.scalar_type());
+    };
+    const auto check_like_lse = [&](const char* name, const Tensor& tensor) {
+        check_device(name, tensor, "q", q);
+        const bool same =
+            tensor.scalar_type() == ScalarType::Float &&
+            (problem.is_packed()
+                 ? tensor.dim() == 2 && tensor.size(0) == problem.num_heads_q &&
+                       tensor.size(1) == problem.total_q
+                 : tensor.dim() == 3 && tensor.size(0) == problem.batch_size &&
+                       tensor.size(1) == problem.num_heads_q && tensor.size(2) == problem.seqlen_q);
+        if (same) return;
+        refuse(
+            name, " has shape ", shape_text(tensor), " and dtype ", tensor.scalar_type(),
+            "; it must be torch.float32 of shape ",
+            problem.is_packed() ? "(num_heads_q, total_q)" : "(batch_size, num_heads_q, seqlen_q)",
+            " as the forward pass returned it");
+    };
+    check_like_out("out", out);
+    check_like_lse("softmax_lse", softmax_lse);
+    if (dout) check_like_out("dout", *dout);
+    if (dsoftmax_lse) check_like_lse("dsoftmax_lse", *dsoftmax_lse);
+}
+
+}  // namespace flash_attn_norm

@@ -1,0 +1,276 @@
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention_checks.h"
+#include "cpu_threads.h"
+#include "tensor_checks.h"
+#include "torch_binding.h"
+
+#if defined(CUDA_KERNEL)
+#include "device.h"
+#endif
+
+namespace fan = flash_attn_norm;
+
+namespace {
+
+using fan::AttentionArguments;
+using fan::AttentionBwdParams;
+using fan::AttentionFwdParams;
+using fan::AttentionProblem;
+using fan::TensorStrides;
+using torch::headeronly::ScalarType;
+
+Tensor empty_like_device(const Tensor& reference, const std::vector<int64_t>& shape,
+                         ScalarType dtype) {
+    return torch::stable::new_empty(reference, shape, dtype);
+}
+
+std::vector<int64_t> shape_of(const Tensor& tensor) {
+    return std::vector<int64_t>(tensor.sizes().begin(), tensor.sizes().end());
+}
+
+/// (..., rows, heads, head_dim), packed or dense.
+TensorStrides strides_of(const Tensor& tensor) {
+    const int64_t rank = tensor.dim();
+    TensorStrides strides;
+    strides.batch = rank == 4 ? tensor.stride(0) : 0;
+    strides.row = tensor.stride(rank - 3);
+    strides.head = tensor.stride(rank - 2);
+    return strides;
+}
+
+std::vector<int64_t> with_last(const Tensor& tensor, int64_t last) {
+    std::vector<int64_t> shape = shape_of(tensor);
+    shape.back() = last;
+    return shape;
+}
+
+std::vector<int64_t> lse_shape(const AttentionProblem& problem) {
+    if (problem.is_packed()) return {problem.num_heads_q, problem.total_q};
+    return {problem.batch_size, problem.num_heads_q, problem.seqlen_q};
+}
+
+std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+    if (!tensor) return std::nullopt;
+    return torch::stable::contiguous(*tensor);
+}
+
+constexpr int64_t kVectorElements = 8;  // 16 bytes of a two-byte dtype: one load of a CUDA kernel
+
+int64_t padded_head_dim(int64_t head_dim) {
+    return (head_dim + kVectorElements - 1) / kVectorElements * kVectorElements;
+}
+
+/// A CUDA kernel loads rows 16 bytes at a time. A tensor whose rows do not allow it is copied once,
+/// its head_dim filled up with zeros, which change no product.
+Tensor with_vector_rows(const Tensor& tensor) {
+    const int64_t last = tensor.dim() - 1;
+    const int64_t head_dim = tensor.size(last), padded = padded_head_dim(head_dim);
+    bool aligned = head_dim == padded && tensor.stride(last) == 1 &&
+                   reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+    for (int64_t dim = 0; aligned && dim < last; ++dim) {
+        aligned = tensor.size(dim) <= 1 || tensor.stride(dim) % kVectorElements == 0;
+    }
+    if (aligned) return tensor;
+    Tensor copy = empty_like_device(tensor, with_last(tensor, padded), tensor.scalar_type());
+    Tensor values = torch::stable::narrow(copy, last, 0, head_dim);
+    torch::stable::copy_(values, tensor);
+    if (padded > head_dim) {
+        Tensor filling = torch::stable::narrow(copy, last, head_dim, padded - head_dim);
+        torch::stable::zero_(filling);
+    }
+    return copy;
+}
+
+/// The first head_dim columns of a result that was computed with a padded head_dim.
+Tensor without_padding(Tensor& padded, int64_t head_dim) {
+    const int64_t last = padded.dim() - 1;
+    if (padded.size(last) == head_dim) return padded;
+    return torch::stable::contiguous(torch::stable::narrow(padded, last, 0, head_dim));
+}
+
+Tensor workspace_of(const Tensor& reference, int64_t bytes) {
+    return empty_like_device(reference, {bytes}, ScalarType::Byte);
+}
+
+#if defined(CUDA_KERNEL)
+[[noreturn]] void refuse_cuda(const Tensor& q) {
+    fan::refuse("q is on ", fan::device_text(q), "; this build has attention kernels for the CPU");
+}
+#endif
+
+/// Runs the forward pass; outputs and workspace belong to the device of `q`.
+void run(const Tensor& q, AttentionFwdParams& params) {
+#if defined(CUDA_KERNEL)
+    if (!q.is_cpu()) refuse_cuda(q);
+#endif
+    const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
+    const Tensor workspace =
+        workspace_of(q, fan::cpu::attention_fwd_workspace_bytes(params, runtime));
+    params.workspace = workspace.mutable_data_ptr();
+    fan::cpu::attention_fwd(params, runtime);
+}
+
+void run(const Tensor& q, AttentionBwdParams& params) {
+#if defined(CUDA_KERNEL)
+    if (!q.is_cpu()) refuse_cuda(q);
+#endif
+    const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
+    const Tensor workspace =
+        workspace_of(q, fan::cpu::attention_bwd_workspace_bytes(params, runtime));
+    params.workspace = workspace.mutable_data_ptr();
+    fan::cpu::attention_bwd(params, runtime);
+}
+
+/// Gives a CUDA kernel rows that it can load; nothing to do for the CPU's.
+void align_inputs(AttentionArguments& arguments, AttentionProblem& problem) {
+    if (arguments.q.is_cpu()) return;
+    arguments.q = with_vector_rows(arguments.q);
+    arguments.k = with_vector_rows(arguments.k);
+    arguments.v = with_vector_rows(arguments.v);
+    problem.head_dim = static_cast<int>(padded_head_dim(problem.head_dim));
+    problem.head_dim_v = static_cast<int>(padded_head_dim(problem.head_dim_v));
+}
+
+template <typename Params>
+void point_at_inputs(const AttentionArguments& arguments, Params& params) {
+    params.q = arguments.q.const_data_ptr();
+    params.k = arguments.k.const_data_ptr();
+    params.v = arguments.v.const_data_ptr();
+    params.q_strides = strides_of(arguments.q);
+    params.k_strides = strides_of(arguments.k);
+    params.v_strides = strides_of(arguments.v);
+}
+
+/// A float32 gradient in the shape of `bias`, and where its elements lie.
+Tensor empty_bias_gradient(const Tensor& bias, AttentionBwdParams& params) {
+    Tensor gradient = empty_like_device(bias, shape_of(bias), ScalarType::Float);
+    const auto stride = [&](int64_t dim) {
+        return gradient.size(dim) == 1 ? 0 : gradient.stride(dim);
+    };
+    const int64_t head = bias.dim() - 3;
+    params.dattn_bias = static_cast<float*>(gradient.mutable_data_ptr());
+    params.dattn_bias_strides.batch = head > 0 ? stride(0) : 0;
+    params.dattn_bias_strides.head = stride(head);
+    params.dattn_bias_strides.row = stride(head + 1);
+    return gradient;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> attention_fwd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& cu_seqlens_q,
+    const std::optional<Tensor>& cu_seqlens_k, const std::optional<Tensor>& alibi_slopes,
+    const std::optional<Tensor>& s_aux, const std::optional<Tensor>& attn_bias,
+    const std::optional<Tensor>& rng_state, double softmax_scale, bool causal, int64_t window_left,
+    int64_t window_right, double softcap, double dropout_p, bool /*deterministic*/,
+    bool check_values) {
+    AttentionArguments arguments{q,
+                                 k,
+                                 v,
+                                 cu_seqlens_q,
+                                 cu_seqlens_k,
+                                 alibi_slopes,
+                                 s_aux,
+                                 attn_bias,
+                                 rng_state,
+                                 softmax_scale,
+                                 causal,
+                                 window_left,
+                                 window_right,
+                                 softcap,
+                                 dropout_p,
+                                 check_values};
+    AttentionFwdParams params;
+    params.problem = fan::check_attention(arguments);
+    const int64_t head_dim_v = params.problem.head_dim_v;
+    align_inputs(arguments, params.problem);
+    point_at_inputs(arguments, params);
+
+    Tensor out = empty_like_device(q, with_last(q, params.problem.head_dim_v), q.scalar_type());
+    Tensor softmax_lse = empty_like_device(q, lse_shape(params.problem), ScalarType::Float);
+    params.out = out.mutable_data_ptr();
+    params.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+    run(q, params);
+    return {without_padding(out, head_dim_v), softmax_lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
+    const std::optional<Tensor>& dout, const std::optional<Tensor>& dsoftmax_lse, const Tensor& q,
+    const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+    const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux,
+    const std::optional<Tensor>& attn_bias, const std::optional<Tensor>& rng_state,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
+    double dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,
+    bool check_values) {
+    AttentionArguments arguments{q,
+                                 k,
+                                 v,
+                                 cu_seqlens_q,
+                                 cu_seqlens_k,
+                                 alibi_slopes,
+                                 s_aux,
+                                 attn_bias,
+                                 rng_state,
+                                 softmax_scale,
+                                 causal,
+                                 window_left,
+                                 window_right,
+                                 softcap,
+                                 dropout_p,
+                                 check_values};
+    AttentionBwdParams params;
+    AttentionProblem& problem = params.problem;
+    problem = fan::check_attention(arguments);
+    fan::check_attention_gradients(problem, arguments, out, softmax_lse, dout, dsoftmax_lse);
+    const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
+    align_inputs(arguments, problem);
+    point_at_inputs(arguments, params);
+    params.deterministic = deterministic;
+
+    Tensor kernel_out = torch::stable::contiguous(out);
+    std::optional<Tensor> kernel_dout = dout;
+    if (dout) kernel_dout = fan::with_unit_last_stride(*dout);
+    if (!q.is_cpu()) {
+        kernel_out = with_vector_rows(kernel_out);
+        if (dout) kernel_dout = with_vector_rows(*kernel_dout);
+    }
+    params.out = kernel_out.const_data_ptr();
+    if (dout) {
+        params.dout = kernel_dout->const_data_ptr();
+        params.dout_strides = strides_of(*kernel_dout);
+    }
+    const Tensor kernel_lse = torch::stable::contiguous(softmax_lse);
+    const std::optional<Tensor> kernel_dlse = contiguous(dsoftmax_lse);
+    params.softmax_lse = static_cast<const float*>(kernel_lse.const_data_ptr());
+    if (kernel_dlse) params.dsoftmax_lse = static_cast<const float*>(kernel_dlse->const_data_ptr());
+
+    Tensor dq = empty_like_device(q, shape_of(arguments.q), q.scalar_type());
+    Tensor dk = empty_like_device(k, shape_of(arguments.k), q.scalar_type());
+    Tensor dv = empty_like_device(v, shape_of(arguments.v), q.scalar_type());
+    params.dq = dq.mutable_data_ptr();
+    params.dk = dk.mutable_data_ptr();
+    params.dv = dv.mutable_data_ptr();
+    Tensor ds_aux = empty_like_device(q, {0}, s_aux ? s_aux->scalar_type() : q.scalar_type());
+    Tensor dattn_bias =
+        empty_like_device(q, {0}, attn_bias ? attn_bias->scalar_type() : q.scalar_type());
+    if (needs_ds_aux && s_aux) {
+        ds_aux = empty_like_device(q, {problem.num_heads_q}, ScalarType::Float);
+        params.ds_aux = static_cast<float*>(ds_aux.mutable_data_ptr());
+    }
+    if (needs_dattn_bias && attn_bias) dattn_bias = empty_bias_gradient(*attn_bias, params);
+
+    run(q, params);
+    if (params.ds_aux != nullptr) ds_aux = torch::stable::to(ds_aux, s_aux->scalar_type());
+    if (params.dattn_bias != nullptr) {
+        dattn_bias = torch::stable::to(dattn_bias, attn_bias->scalar_type());
+    }
+    return {without_padding(dq, head_dim), without_padding(dk, head_dim),
+            without_padding(dv, head_dim_v), ds_aux, dattn_bias};
+}

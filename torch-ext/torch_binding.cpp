@@ -1,0 +1,38 @@
+#include "torch_binding.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include "registration.h"
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+    // Dense and packed attention are one op: packed when cu_seqlens_q and cu_seqlens_k are given.
+    // The forward pass itself is always deterministic; it takes the flag for its gradient formula.
+    ops.def(
+        "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
+        " Tensor? alibi_slopes, Tensor? s_aux, Tensor? attn_bias, Tensor? rng_state,"
+        " float softmax_scale, bool causal, int window_left, int window_right, float softcap,"
+        " float dropout_p, bool deterministic, bool check_values)"
+        " -> (Tensor out, Tensor softmax_lse)");
+    ops.def(
+        "attention_bwd(Tensor? dout, Tensor? dsoftmax_lse, Tensor q, Tensor k, Tensor v,"
+        " Tensor out, Tensor softmax_lse, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k,"
+        " Tensor? alibi_slopes, Tensor? s_aux, Tensor? attn_bias, Tensor? rng_state,"
+        " float softmax_scale, bool causal, int window_left, int window_right, float softcap,"
+        " float dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,"
+        " bool check_values)"
+        " -> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux, Tensor dattn_bias)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
+    ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
+    ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+}
+
+#if defined(CUDA_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+    ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
+    ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+}
+#endif
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)
