@@ -1,0 +1,47 @@
+"""Loads the built variant the way users do, once per test run: through `kernels.get_kernel`.
+
+LOCAL_KERNELS points the loader at this checkout's build/; set it beforehand to test another one.
+"""
+
+import os
+from pathlib import Path
+
+# Before anything imports kernels or huggingface_hub, which read these when they are imported.
+REPO_ID = "org/flash-attn-norm"
+ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    """The package under test: the variant that this machine's torch is offered."""
+    from kernels import get_kernel
+
+    try:
+        return get_kernel(REPO_ID, revision="v1")
+    except FileNotFoundError as error:
+        pytest.exit(f"no variant to test; run `make build` first\n{error}", returncode=2)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    """Every device that there is."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
