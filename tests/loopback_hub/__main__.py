@@ -1,0 +1,32 @@
+"""python -m loopback_hub FOLDER [--port N] [--trusted org1,org2] [--token TOKEN]"""
+
+import argparse
+from pathlib import Path
+
+from loopback_hub.server import LoopbackHub
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m loopback_hub", description="A loopback Hub.")
+    parser.add_argument("folder", type=Path, help="where repositories are kept")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free port")
+    parser.add_argument("--trusted", default="", help="trusted publishers, separated by commas")
+    parser.add_argument("--token", help="token that writers must send")
+    arguments = parser.parse_args()
+    publishers = [name for name in arguments.trusted.split(",") if name]
+    with LoopbackHub(
+        arguments.folder,
+        port=arguments.port,
+        trusted_publishers=publishers,
+        token=arguments.token,
+    ) as hub:
+        for name, value in hub.environment().items():
+            print(f"export {name}={value}", flush=True)
+        try:
+            hub.join()
+        except KeyboardInterrupt:
+            pass
+
+
+if __name__ == "__main__":
+    main()
