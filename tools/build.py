@@ -18,9 +18,11 @@ from ninja import BIN_DIR as NINJA_BIN_DIR
 
 from .archs import Arch
 from .build_toml import BuildToml, read_build_toml
+from .check import check_build
 from .cuda_toolkit import CudaToolkit, get_toolkit, pypi_versions
 from .errors import BuildError
 from .ninja_file import BuildPlan, make_plan, write_ninja_file
+from .offered import in_cuda_range, offered_variant
 from .variant import lay_out_variant, ops_id, variant_name, write_registration_header
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +60,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--archs", metavar="A,B", help="only these capabilities of build.toml's, such as 9.0,9.0a"
     )
     parser.add_argument("--jobs", type=int, help="compilers at a time; default by cores and memory")
+    parser.add_argument(
+        "--skip-checks", action="store_true", help="for work in progress: a variant as it comes"
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder of the variants, default build/")
     parser.add_argument(
@@ -74,10 +79,27 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _requested(options: argparse.Namespace, config: BuildToml) -> list[tuple[str, str | None]]:
     """The (backend, CUDA version) pairs that the command line asks for."""
-    return [
-        (backend, (options.cuda or pypi_versions()[0]) if backend == "cuda" else None)
+    if options.for_this_torch:
+        if options.backend or options.cuda:
+            raise BuildError("--for-this-torch chooses backend and CUDA version itself")
+        return [offered_variant(config)]
+    cuda_version = options.cuda or pypi_versions()[0]
+    requested = [
+        (backend, cuda_version if backend == "cuda" else None)
         for backend in options.backend or config.general.backends
     ]
+    for backend, version in requested:
+        if backend not in config.general.backends:
+            raise BuildError(f"--backend {backend}: build.toml's general.backends lacks it")
+        if version is not None and not in_cuda_range(config, version):
+            limits = config.general.cuda
+            raise BuildError(
+                f"--cuda {version}: build.toml's general.cuda allows "
+                f"{limits.minver or 'any'} to {limits.maxver or 'any'}"
+            )
+    if (options.cuda or options.archs) and not any(version for _, version in requested):
+        raise BuildError("--cuda and --archs are for the cuda backend")
+    return requested
 
 
 def build_variant(
@@ -104,6 +126,8 @@ def build_variant(
         )
         print(f"{variant}: {len(plan.steps)} sources, ops {name}", flush=True)
         _compile(plan, build_dir, options)
+        if not options.skip_checks:
+            check_build(plan, options.root / ".toolkit")
         all_archs = sorted({arch for section in archs.values() for arch in section})
         staged = build_dir / "staged"
         shutil.rmtree(staged, ignore_errors=True)
@@ -119,7 +143,8 @@ def build_variant(
         target = options.out / variant
         _replace_folder(staged, target)
     size = (target / f"{name}.abi3.so").stat().st_size
-    print(f"{variant}: {target} ({size / 1e6:.2f} MB)", flush=True)
+    for_archs = f", architectures {' '.join(map(str, all_archs))}" if all_archs else ""
+    print(f"{variant}: {size / 1e6:.2f} MB{for_archs}; {target}", flush=True)
     return target
 
 

@@ -7,6 +7,7 @@ PyPI's wheels, into one folder per CUDA version: all versions of CUDA 13 share t
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -68,11 +69,7 @@ class CudaToolkit:
 
     def is_complete(self) -> bool:
         """True when the compiler is of this version and the runtime to link with is there."""
-        if not self.nvcc.is_file() or self.library_dir is None:
-            return False
-        result = subprocess.run([str(self.nvcc), "--version"], capture_output=True, text=True)
-        match = re.search(r"release (\d+\.\d+)", result.stdout)
-        return match is not None and match[1] == self.version
+        return self.library_dir is not None and _nvcc_version(self.nvcc) == self.version
 
     def environment(self) -> dict[str, str]:
         """For running nvcc: its own tools first, nobody else's extra flags."""
@@ -97,18 +94,28 @@ def pypi_versions() -> list[str]:
     return list(_WHEELS)
 
 
+def buildable_versions() -> list[str]:
+    """CUDA versions that can be built here: PyPI's and those of installed toolkits."""
+    installed = {_nvcc_version(root / "bin" / "nvcc") for root in _installed_roots()}
+    return sorted({*_WHEELS, *filter(None, installed)})
+
+
 def find_installed(version: str) -> CudaToolkit | None:
     """A toolkit of this version on the machine, if any."""
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    candidates += [f"/usr/local/cuda-{version}", "/usr/local/cuda"]
-    on_path = shutil.which("nvcc")
-    if on_path is not None:
-        candidates.append(str(Path(on_path).resolve().parent.parent))
-    for candidate in filter(None, candidates):
-        toolkit = CudaToolkit(version, Path(candidate))
+    for root in _installed_roots():
+        toolkit = CudaToolkit(version, root)
         if toolkit.is_complete():
             return toolkit
     return None
+
+
+def _installed_roots() -> list[Path]:
+    roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    roots += [*sorted(glob.glob("/usr/local/cuda-*")), "/usr/local/cuda"]
+    on_path = shutil.which("nvcc")
+    if on_path is not None:
+        roots.append(str(Path(on_path).resolve().parent.parent))
+    return [Path(root) for root in roots if root]
 
 
 def get_toolkit(version: str, folder: Path) -> CudaToolkit:
@@ -142,6 +149,14 @@ def get_cuobjdump(folder: Path) -> Path:
     return next(target.glob("nvidia/*/bin/cuobjdump"))
 
 
+def _nvcc_version(nvcc: Path) -> str | None:
+    if not nvcc.is_file():
+        return None
+    result = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True)
+    match = re.search(r"release (\d+\.\d+)", result.stdout)
+    return match[1] if match else None
+
+
 def _pip_install(wheels: dict[str, str], target: Path) -> None:
     """Installs exactly these wheels into `target`; nothing to do when they are there already."""
     pins = [f"{name}=={version}" for name, version in wheels.items()]
@@ -152,7 +167,7 @@ def _pip_install(wheels: dict[str, str], target: Path) -> None:
             return
         shutil.rmtree(target, ignore_errors=True)
         print(f"installing {', '.join(pins)} into {target}", flush=True)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps"]
         result = subprocess.run([*command, "--target", str(target), *pins])
         if result.returncode != 0:
             raise BuildError(f"pip could not install {', '.join(pins)}")

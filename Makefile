@@ -1,0 +1,70 @@
+# The front door. Needs Python 3.11 or newer with headers and venv, g++, make and git; everything else
+# goes into .venv/ and .toolkit/ of this folder.
+
+PYTHON ?= python3
+CUDA ?= 13.0
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+BUILD := $(RUN) -m tools.build
+
+.PHONY: help demo test build bench gpu-test records format lint clean
+
+help:
+	@echo "make demo      build the variant that fits this machine and train a small model with it"
+	@echo "make test      build and check the cpu and CUDA $(CUDA) variants, run all tests"
+	@echo "make build     build the cpu and CUDA $(CUDA) variants (ARGS='--backend cpu' for one)"
+	@echo "make bench     measure on this machine and write records to benchmarks/results/"
+	@echo "make gpu-test  tests on a GPU: this machine's own Python, a variant that is built already"
+	@echo "make format    format C++ and Python; make lint: check both"
+	@if [ -x $(RUN) ]; then $(RUN) -m tools.records; fi
+
+demo: $(VENV)/demo.stamp
+	$(BUILD) --for-this-torch $(ARGS)
+	$(RUN) examples/train_tiny.py
+
+test: build
+	$(RUN) -m pytest
+
+build: $(VENV)/test.stamp
+ifeq ($(ARGS),)
+	$(BUILD) --backend cpu --backend cuda --cuda $(CUDA)
+else
+	$(BUILD) $(ARGS)
+endif
+	@$(RUN) -m tools.records
+
+bench: $(VENV)/test.stamp
+	$(BUILD) --for-this-torch
+	$(RUN) -m benchmarks.run $(ARGS)
+
+# No .venv: a GPU machine brings its own torch, and may have no network to fetch another.
+gpu-test:
+	$(PYTHON) -m pytest -m gpu tests $(ARGS)
+
+records: $(VENV)/test.stamp
+	@$(RUN) -m tools.records
+
+format: $(VENV)/test.stamp
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format -i
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+lint: $(VENV)/test.stamp
+	git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run --Werror
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+clean:
+	rm -rf build .build
+
+# A stamp newer than every list it comes from: the second run installs nothing.
+$(VENV)/%.stamp: requirements/*.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
+	    "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say PYTHON=...")'
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt
+	@touch $@
+
+.PRECIOUS: $(VENV)/%.stamp

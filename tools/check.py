@@ -1,0 +1,31 @@
+"""All checks at the end of a build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .check_abi import MANYLINUX, check_library
+from .check_cuda import check_cuda, read_allowed_spills, warnings_of
+from .cuda_toolkit import get_cuobjdump
+from .errors import BuildError
+from .ninja_file import BuildPlan
+
+SPILLS = Path(__file__).parent / "spills.toml"
+
+
+def check_build(plan: BuildPlan, toolkit_folder: Path) -> None:
+    """Checks the compiled objects and the library.
+
+    Raises:
+        BuildError: naming everything that is wrong.
+    """
+    problems = check_library(plan.library)
+    checked = ["abi3", MANYLINUX, "dependencies", "torch's stable ABI"]
+    if any(step.is_cuda for step in plan.steps):
+        for warning in warnings_of(plan):
+            print(warning, flush=True)
+        problems += check_cuda(plan, get_cuobjdump(toolkit_folder), read_allowed_spills(SPILLS))
+        checked += ["embedded architectures", "register spills", "ptxas advice"]
+    if problems:
+        raise BuildError("the checks found:\n" + "\n".join(f"  {problem}" for problem in problems))
+    print(f"checked: {', '.join(checked)}", flush=True)
