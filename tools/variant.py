@@ -6,11 +6,11 @@ import hashlib
 import json
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 
 from .build_toml import BuildToml
 from .errors import BuildError
+from .git import SOURCE_FOLDERS, git, is_dirty, source_trees
 
 # Torch imports the module under the name of the ops, which differs from build to build.
 _OPS_PY = '''\
@@ -71,28 +71,17 @@ def ops_id(config: BuildToml, backend: str, root: Path) -> str:
     From the git tree, not the commit: the same sources give the same name. Without git, from the
     sources' content.
     """
-    tree = _git(root, "rev-parse", "--short=7", "HEAD^{tree}")
+    tree = git(root, "rev-parse", "--short=7", "HEAD^{tree}")
     if tree is None:
         unique = f"{_content_id(root)}_dirty"
     else:
-        dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
-        unique = f"{tree[:7]}_dirty" if dirty else tree[:7]
+        unique = f"{tree[:7]}_dirty" if is_dirty(root) else tree[:7]
     return f"_{config.general.python_name}_{backend}_{unique}"
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        result = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        return None
-    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def _content_id(root: Path) -> str:
     digest = hashlib.sha1()
-    for folder in ("csrc", "torch-ext"):
+    for folder in SOURCE_FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
                 digest.update(str(path.relative_to(root)).encode())
@@ -131,14 +120,12 @@ def lay_out_variant(
             shutil.copyfile(source, target)
     (folder / "_ops.py").write_text(_OPS_PY.format(ops_id=name))
     shutil.copyfile(library, folder / f"{name}.abi3.so")
-    _write_metadata(folder, config, backend=backend, name=name, archs=archs)
+    metadata = _metadata(config, backend, name, archs)
+    metadata["source-trees"] = source_trees(root)
+    _write_metadata(folder, metadata)
 
 
-def _write_metadata(
-    folder: Path, config: BuildToml, *, backend: str, name: str, archs: list[str]
-) -> None:
-    from kernels._rust import Digest, DigestAlgorithm, Metadata
-
+def _metadata(config: BuildToml, backend: str, name: str, archs: list[str]) -> dict:
     general = config.general
     metadata = {
         "name": general.name,
@@ -151,6 +138,13 @@ def _write_metadata(
     for key in ("source", "upstream"):
         if getattr(general, key) is not None:
             metadata[key] = getattr(general, key)
+    return metadata
+
+
+def _write_metadata(folder: Path, metadata: dict) -> None:
+    """Adds the digest of everything else in the folder; the loader's own parser has to agree."""
+    from kernels._rust import Digest, DigestAlgorithm, Metadata
+
     digest = Digest.hash_variant(DigestAlgorithm.SHA256, folder)
     metadata["digest"] = {"algorithm": "sha256", "files": dict(digest.files)}
     text = json.dumps(metadata, indent=2, sort_keys=True) + "\n"
