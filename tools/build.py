@@ -26,6 +26,7 @@ from .offered import in_cuda_range, offered_variant
 from .variant import lay_out_variant, ops_id, variant_name, write_registration_header
 
 ROOT = Path(__file__).resolve().parent.parent
+TOOLKIT_FOLDER = ROOT / ".toolkit"
 # What one compiler process may need: nvcc on the largest attention kernel.
 _BYTES_PER_JOB = 2 << 30
 
@@ -117,7 +118,7 @@ def build_variant(
         toolkit = None
         archs: dict[str, list[Arch]] = {}
         if cuda_version is not None:
-            toolkit = get_toolkit(cuda_version, options.root / ".toolkit")
+            toolkit = get_toolkit(cuda_version, TOOLKIT_FOLDER)
             archs = _choose_archs(config, options.archs, toolkit)
         name = ops_id(config, backend, options.root)
         write_registration_header(build_dir / "generated", name)
@@ -127,7 +128,7 @@ def build_variant(
         print(f"{variant}: {len(plan.steps)} sources, ops {name}", flush=True)
         _compile(plan, build_dir, options)
         if not options.skip_checks:
-            check_build(plan, options.root / ".toolkit")
+            check_build(plan, TOOLKIT_FOLDER)
         all_archs = sorted({arch for section in archs.values() for arch in section})
         staged = build_dir / "staged"
         shutil.rmtree(staged, ignore_errors=True)
@@ -189,7 +190,7 @@ def _parse_only(only: str, listed: set[Arch], toolkit: CudaToolkit) -> set[Arch]
 
 def _compile(plan: BuildPlan, build_dir: Path, options: argparse.Namespace) -> None:
     ninja_file = build_dir / "build.ninja"
-    write_ninja_file(ninja_file, plan, options.root)
+    write_ninja_file(ninja_file, plan)
     jobs = options.jobs or _default_jobs()
     environment = dict(os.environ) if plan.toolkit is None else plan.toolkit.environment()
     environment["NINJA_STATUS"] = "[%f/%t, %e s] "
@@ -200,7 +201,7 @@ def _compile(plan: BuildPlan, build_dir: Path, options: argparse.Namespace) -> N
         environment["NVCC_APPEND_FLAGS"] = f"--threads {threads}"
     ninja = Path(NINJA_BIN_DIR) / "ninja"
     command = [str(ninja), "-f", str(ninja_file), "-j", str(jobs)]
-    if subprocess.run(command, env=environment).returncode != 0:
+    if subprocess.run(command, env=environment, cwd=options.root).returncode != 0:
         raise BuildError("the build failed; the command and the compiler's messages are above")
 
 

@@ -140,15 +140,14 @@ def _link_flags(toolkit: CudaToolkit | None) -> list[str]:
     return flags
 
 
-def write_ninja_file(path: Path, plan: BuildPlan, root: Path) -> None:
-    """Compiles in `root`, so that messages name the files as build.toml does."""
-    cd = f"cd {shlex.quote(str(root))} && "
+def write_ninja_file(path: Path, plan: BuildPlan) -> None:
+    """For a ninja that runs in the project's root: messages name the files as build.toml does."""
     with path.open("w") as stream:
         ninja = Writer(stream, width=1000)
         ninja.variable("builddir", str(path.parent))
         ninja.rule(
             "cxx",
-            f"{cd}g++ $flags -MMD -MT $out -MF $out.d -c $source -o $out",
+            "g++ $flags -MMD -MT $out -MF $out.d -c $source -o $out",
             description="$source",
             depfile="$out.d",
             deps="gcc",
@@ -157,7 +156,7 @@ def write_ninja_file(path: Path, plan: BuildPlan, root: Path) -> None:
             # nvcc's messages go to a file: the checks read the register figures again later.
             ninja.rule(
                 "cuda",
-                f"{cd}{shlex.quote(str(plan.toolkit.nvcc))} $flags -MD -MT $out -MF $out.d "
+                f"{shlex.quote(str(plan.toolkit.nvcc))} $flags -MD -MT $out -MF $out.d "
                 "-c $source -o $out > $log 2>&1 || { cat $log; exit 1; }",
                 description="$source [$archs]",
                 depfile="$out.d",
@@ -168,7 +167,7 @@ def write_ninja_file(path: Path, plan: BuildPlan, root: Path) -> None:
             ninja.build(
                 _escape(str(step.object)),
                 "cuda" if step.is_cuda else "cxx",
-                _escape(str(root / step.source)),
+                _escape(step.source),
                 variables={
                     "source": step.source,
                     "flags": " ".join(shlex.quote(flag) for flag in step.flags),

@@ -1,0 +1,84 @@
+"""A project of a few lines that the builder compiles in about a second."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BUILD_TOML = """\
+[general]
+name = "tiny-kernel"
+version = 3
+edition = 5
+license = "Apache-2.0"
+backends = ["cpu", "cuda"]
+source = "https://github.com/example/tiny-kernel"
+
+[torch]
+src = ["torch-ext/torch_binding.cpp"]
+
+[torch.stable-abi]
+cpu = "2.10"
+cuda = "2.10"
+
+[kernel.answer_cpu]
+backend = "cpu"
+depends = []
+include = ["csrc"]
+src = ["csrc/answer.cpp", "csrc/other.cpp", "csrc/answer.h"]
+
+[kernel.answer_cuda]
+backend = "cuda"
+depends = []
+include = ["csrc"]
+cuda-capabilities = ["8.0+PTX", "9.0a"]
+src = ["csrc/answer.cu"]
+"""
+
+FILES = {
+    "torch-ext/torch_binding.cpp": '#include "registration.h"\n'
+    "REGISTER_EXTENSION(TORCH_EXTENSION_NAME)\n",
+    "torch-ext/tiny_kernel/__init__.py": '__all__ = ["name"]\n'
+    "from ._ops import add_op_namespace_prefix as name\n",
+    "csrc/answer.h": "#pragma once\nint answer();\n",
+    "csrc/answer.cpp": '#include "answer.h"\nint answer() { return 42; }\n',
+    "csrc/other.cpp": "int other() { return 1; }\n",
+    "csrc/answer.cu": "__global__ void scale(float* x) { x[threadIdx.x] *= 2; }\n"
+    "int launch(float* x) { scale<<<1, 32>>>(x); return 0; }\n",
+}
+
+
+class Project:
+    """A project in a folder of its own, and the command that builds it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("build.toml", BUILD_TOML)
+        for name, text in FILES.items():
+            self.write(name, text)
+
+    def write(self, name: str, text: str) -> None:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def replace(self, name: str, old: str, new: str) -> None:
+        text = (self.root / name).read_text()
+        assert old in text
+        self.write(name, text.replace(old, new))
+
+    def build(self, *arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "tools.build", "--root", str(self.root), *arguments]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+    def variants(self) -> list[str]:
+        folder = self.root / "build"
+        return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+@pytest.fixture
+def project(tmp_path) -> Project:
+    return Project(tmp_path / "project")

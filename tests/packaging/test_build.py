@@ -1,0 +1,183 @@
+"""The builder on a small project: what it leaves, what it compiles again, what it refuses."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+CPU_VARIANT = "torch-stable-abi210-cpu-x86_64-linux"
+CUDA_VARIANT = "torch-stable-abi210-cu130-x86_64-linux"
+
+
+def compiled(result: subprocess.CompletedProcess) -> list[str]:
+    """The sources that a build compiled, from its progress lines: [k/n, seconds] source."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    pattern = r"^\[\d+/\d+, [\d.]+ s\] (\S+\.(?:cpp|cu))\b"
+    return sorted(re.findall(pattern, result.stdout, re.MULTILINE))
+
+
+def test_cpu_variant(project):
+    result = project.build("--backend", "cpu")
+    assert compiled(result) == ["csrc/answer.cpp", "csrc/other.cpp", "torch-ext/torch_binding.cpp"]
+    assert "[4/4, " in result.stdout
+    assert "checked: abi3, manylinux_2_28" in result.stdout
+    assert re.search(rf"{CPU_VARIANT}: \d\.\d\d MB", result.stdout)
+
+    assert project.variants() == [CPU_VARIANT]
+    folder = project.root / "build" / CPU_VARIANT
+    metadata = Metadata.read_from_file(folder / "metadata.json")
+    assert re.fullmatch(r"_tiny_kernel_cpu_[0-9a-f]{7}_dirty", metadata.id)
+    assert (metadata.version, metadata.backend.archs) == (3, None)
+    expected = {"__init__.py", "_ops.py", "metadata.json", f"{metadata.id}.abi3.so"}
+    assert {path.name for path in folder.iterdir()} == expected
+    assert metadata.digest.files == Digest.hash_variant(DigestAlgorithm.SHA256, folder).files
+    assert metadata.digest.files
+
+
+def test_the_loader_loads_it(project):
+    assert project.build("--backend", "cpu").returncode == 0
+    script = (
+        "import pathlib, sys; from kernels import get_local_kernel\n"
+        "kernel = get_local_kernel(pathlib.Path(sys.argv[1]), backend='cpu')\n"
+        "print(kernel.name('op'))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(project.root)], capture_output=True, text=True
+    )
+    assert re.fullmatch(r"_tiny_kernel_cpu_\w{7}_dirty::op\n", result.stdout), result.stderr
+
+
+def test_compiles_only_what_changed(project):
+    project.build("--backend", "cpu")
+    again = project.build("--backend", "cpu")
+    assert compiled(again) == []
+    assert "no work to do" in again.stdout
+
+    project.write("csrc/answer.h", "#pragma once\nint answer();\nint unused();\n")
+    assert compiled(project.build("--backend", "cpu")) == ["csrc/answer.cpp"]
+
+    project.replace(
+        "build.toml", 'src = ["csrc/answer.cpp"', 'cxx-flags = ["-g0"]\nsrc = ["csrc/answer.cpp"'
+    )
+    assert compiled(project.build("--backend", "cpu")) == ["csrc/answer.cpp", "csrc/other.cpp"]
+
+    # A new name of the ops concerns the file that registers them, and no other.
+    git = ["git", "-C", str(project.root), "-c", "user.name=t", "-c", "user.email=t@localhost"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+    result = project.build("--backend", "cpu")
+    assert compiled(result) == ["torch-ext/torch_binding.cpp"]
+    tree = subprocess.run(
+        [*git, "rev-parse", "HEAD^{tree}"], capture_output=True, text=True, check=True
+    ).stdout
+    assert f"ops _tiny_kernel_cpu_{tree[:7]}\n" in result.stdout
+
+
+def test_a_failed_compile_leaves_no_variant(project):
+    project.write("csrc/other.cpp", "int other() { return nothing; }\n")
+    result = project.build("--backend", "cpu")
+    assert result.returncode == 1
+    assert re.search(r"g\+\+ .*-c csrc/other\.cpp", result.stdout)
+    assert re.search(r"csrc/other\.cpp:1:\d+: error: .nothing. was not declared", result.stdout)
+    assert "error: the build failed" in result.stderr
+    assert project.variants() == []
+
+
+def test_a_failed_check_leaves_no_variant(project):
+    project.write("csrc/other.cpp", "int missing();\nint other() { return missing(); }\n")
+    project.replace("csrc/answer.h", "int answer();", "int answer();\nint other();")
+    project.write("csrc/answer.cpp", '#include "answer.h"\nint answer() { return other(); }\n')
+    project.write(
+        "torch-ext/torch_binding.cpp",
+        '#include "registration.h"\nint answer();\nint used = answer();\n'
+        "REGISTER_EXTENSION(TORCH_EXTENSION_NAME)\n",
+    )
+    result = project.build("--backend", "cpu")
+    assert result.returncode == 1
+    assert "imports _Z7missingv" in result.stderr
+    assert project.variants() == []
+
+
+def test_builds_into_another_folder(project, tmp_path):
+    result = project.build("--backend", "cpu", "--out", str(tmp_path / "elsewhere"))
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "elsewhere" / CPU_VARIANT / "metadata.json").is_file()
+    assert project.variants() == []
+
+
+def test_cuda_variant(project):
+    result = project.build("--backend", "cuda", "--cuda", "13.0")
+    assert compiled(result) == ["csrc/answer.cu", "torch-ext/torch_binding.cpp"]
+    assert "architectures 8.0+PTX 9.0a;" in result.stdout
+    folder = project.root / "build" / CUDA_VARIANT
+    metadata = json.loads((folder / "metadata.json").read_text())
+    assert metadata["backend"] == {"type": "cuda", "archs": ["8.0+PTX", "9.0a"]}
+
+    assert compiled(project.build("--backend", "cuda")) == []
+    only = project.build("--backend", "cuda", "--archs", "9.0a")
+    assert compiled(only) == ["csrc/answer.cu"]
+    assert "architectures 9.0a;" in only.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--archs", "9.9"], "--archs 9.9: nvcc 13.0 does not know 9.9"),
+        (["--archs", "ninety"], "--archs ninety: 'ninety' is not a capability"),
+        (["--archs", "10.0"], "--archs 10.0: no section of build.toml lists 10.0"),
+        (["--cuda", "11.8"], "--cuda 11.8: no CUDA 11.8 toolkit is installed"),
+        (["--for-this-torch"], "--for-this-torch chooses backend and CUDA version itself"),
+    ],
+)
+def test_refuses_on_the_command_line(project, arguments, message):
+    result = project.build("--backend", "cuda", *arguments)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert project.variants() == []
+
+
+def test_a_kernel_left_with_no_arch_is_an_error(project):
+    project.replace("build.toml", '"8.0+PTX", "9.0a"', '"3.5"')
+    result = project.build("--backend", "cuda")
+    assert result.returncode == 1
+    assert "kernel.answer_cuda: no capability left of 3.5 that CUDA 13.0 knows" in result.stderr
+
+
+def test_leaves_out_an_arch_that_the_toolkit_lacks(project):
+    project.replace("build.toml", '"8.0+PTX", "9.0a"', '"7.0", "8.0"')
+    result = project.build("--backend", "cuda")
+    assert result.returncode == 0, result.stderr
+    assert "architectures 8.0;" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "expected"),
+    [
+        (None, CPU_VARIANT),
+        ("13.0", CUDA_VARIANT),
+        ("13.1", CUDA_VARIANT),
+        ("13.2", "torch-stable-abi210-cu132-x86_64-linux"),
+        ("12.8", None),
+    ],
+)
+def test_for_this_torch(torch_cuda, expected, project, monkeypatch):
+    """The builder and the loader agree on what a torch is offered, GPU or not."""
+    import torch
+
+    from tools import cuda_toolkit
+    from tools.build_toml import read_build_toml
+    from tools.errors import BuildError
+    from tools.offered import offered_variant
+    from tools.variant import variant_name
+
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(cuda_toolkit, "_installed_roots", list)
+    config = read_build_toml(project.root)
+    if expected is None:
+        with pytest.raises(BuildError, match=r"cu130.* is not compatible with system CUDA"):
+            offered_variant(config)
+    else:
+        assert variant_name(config, *offered_variant(config)) == expected
