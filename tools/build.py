@@ -69,12 +69,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--build-dir", type=Path, help="folder of the objects, default .build/, or OUT/.build"
     )
+    parser.add_argument("--toolkit-dir", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.root = options.root.resolve()
     if options.build_dir is None:
         options.build_dir = (options.out or options.root) / ".build"
     options.out = (options.out or options.root / "build").resolve()
     options.build_dir = options.build_dir.resolve()
+    options.toolkit_dir = (options.toolkit_dir or options.root / ".toolkit").resolve()
     return options
 
 

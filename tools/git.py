@@ -34,3 +34,13 @@ def source_trees(root: Path) -> dict[str, str]:
         tree = git(root, "rev-parse", f"HEAD:{folder}") or "unknown"
         trees[folder] = f"{tree}+changes" if is_dirty(root, folder) else tree
     return trees
+
+
+def source_state(root: Path) -> tuple[str | None, bool]:
+    """The commit that the sources come from, and whether they differ from it.
+
+    A new file in the source folders counts: Python files there go into a variant as they are.
+    """
+    commit = git(root, "rev-parse", "HEAD")
+    untracked = git(root, "ls-files", "--others", "--exclude-standard", "--", *SOURCE_FOLDERS)
+    return commit, commit is None or is_dirty(root) or bool(untracked)

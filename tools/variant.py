@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .build_toml import BuildToml
 from .errors import BuildError
-from .git import SOURCE_FOLDERS, git, is_dirty, source_trees
+from .git import SOURCE_FOLDERS, git, is_dirty, source_state, source_trees
 
 # Torch imports the module under the name of the ops, which differs from build to build.
 _OPS_PY = '''\
@@ -122,6 +122,7 @@ def lay_out_variant(
     shutil.copyfile(library, folder / f"{name}.abi3.so")
     metadata = _metadata(config, backend, name, archs)
     metadata["source-trees"] = source_trees(root)
+    metadata["source-commit"], metadata["source-dirty"] = source_state(root)
     _write_metadata(folder, metadata)
 
 
