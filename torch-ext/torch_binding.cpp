@@ -21,17 +21,32 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
         " float dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,"
         " bool check_values)"
         " -> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux, Tensor dattn_bias)");
+    // stats: what the backward pass needs of each row, rstd or (rstd, mean). residual_out: x +
+    // residual, empty unless needed.
+    ops.def(
+        "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps,"
+        " float weight_offset, int casting_mode, bool is_layer_norm, bool residual_in_fp32,"
+        " bool needs_residual_out) -> (Tensor out, Tensor residual_out, Tensor stats)");
+    ops.def(
+        "norm_bwd(Tensor dout, Tensor? dresidual_out, Tensor sum, Tensor? weight, Tensor? bias,"
+        " Tensor stats, float weight_offset, int casting_mode, bool is_layer_norm,"
+        " bool needs_dresidual, bool needs_dweight, bool needs_dbias)"
+        " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
     ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
     ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+    ops.impl("norm_fwd", TORCH_BOX(&norm_fwd));
+    ops.impl("norm_bwd", TORCH_BOX(&norm_bwd));
 }
 
 #if defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
     ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
     ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+    ops.impl("norm_fwd", TORCH_BOX(&norm_fwd));
+    ops.impl("norm_bwd", TORCH_BOX(&norm_bwd));
 }
 #endif
 

@@ -27,3 +27,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
     double dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,
     bool check_values);
+
+std::tuple<Tensor, Tensor, Tensor> norm_fwd(const Tensor& x, const std::optional<Tensor>& residual,
+                                            const std::optional<Tensor>& weight,
+                                            const std::optional<Tensor>& bias, double eps,
+                                            double weight_offset, int64_t casting_mode,
+                                            bool is_layer_norm, bool residual_in_fp32,
+                                            bool needs_residual_out);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_bwd(
+    const Tensor& dout, const std::optional<Tensor>& dresidual_out, const Tensor& sum,
+    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& stats,
+    double weight_offset, int64_t casting_mode, bool is_layer_norm, bool needs_dresidual,
+    bool needs_dweight, bool needs_dbias);

@@ -4,6 +4,7 @@
 which other libraries reach for; they keep their signatures too.
 """
 
+from . import layers
 from .attention import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -21,6 +22,7 @@ from .attention_private import (
     _wrapped_flash_attn_backward,  # noqa: F401
     _wrapped_flash_attn_forward,  # noqa: F401
 )
+from .norms import layer_norm, rms_norm
 
 __all__ = [
     "check_inputs",
@@ -30,4 +32,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "layer_norm",
+    "layers",
+    "rms_norm",
 ]

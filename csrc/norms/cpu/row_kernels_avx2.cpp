@@ -1,0 +1,39 @@
+#include "norms/cpu/row_kernels.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <type_traits>
+
+#include "norms/cpu/elements.h"
+
+// What follows, and nothing of the headers above, is compiled for AVX2: an inline function of a
+// header that many files share must stay runnable on every x86-64.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+namespace flash_attn_norm {
+namespace cpu {
+namespace avx2 {
+
+#include "norms/cpu/simd_avx2.h"
+// After Simd, which it is written in.
+#include "norms/cpu/row_kernels_body.h"
+
+}  // namespace avx2
+}  // namespace cpu
+}  // namespace flash_attn_norm
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+#endif  // __x86_64__

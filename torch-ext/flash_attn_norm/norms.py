@@ -1,0 +1,302 @@
+"""RMSNorm and LayerNorm over the last dimension, with an optional fused residual addition."""
+
+from typing import Optional, Union
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix, ops
+
+# As csrc/norms/params.h numbers them.
+_CASTING_MODES = {"llama": 0, "gemma": 1, "none": 2}
+
+# What LayerNorm computes in: everything in float32, rounded once.
+_LAYER_NORM_CASTING_MODE = _CASTING_MODES["gemma"]
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Optional[Tensor] = None,
+    eps: float = 1e-6,
+    *,
+    residual: Optional[Tensor] = None,
+    weight_offset: float = 0.0,
+    casting_mode: str = "llama",
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    """Root mean square normalization over the last dimension, differentiable.
+
+    ``out = s * rsqrt(mean(s ** 2) + eps) * (weight + weight_offset)`` with ``s = x + residual``,
+    or ``s = x`` without a residual (Zhang and Sennrich, "Root Mean Square Layer Normalization",
+    2019). The mean, eps and the reciprocal root are float32.
+
+    Args:
+        x: (..., hidden_size), float32, float16 or bfloat16, any strides. Tensors whose last
+            dimension is contiguous are read in place.
+        weight: (hidden_size,), any of the three dtypes, also another one than x's. None: ones.
+        eps: added to the mean square; finite, not negative. Applied in float32, whatever x's dtype.
+        residual: like x, in its dtype or in float32. Added to x before the normalization.
+        weight_offset: added to the weight: 1.0 for weights that are stored around zero.
+        casting_mode: what is rounded to the dtype of ``s``, and when. "llama": the normalized
+            value, before it is multiplied with the weight. "gemma": nothing before the end. "none":
+            every step, as a formula in that dtype does. Each is bit-equal to the formula of the
+            models that it is named for, given the same mean square.
+        prenorm: return ``s`` too, for the next residual addition.
+        residual_in_fp32: keep ``s`` in float32. It is float32 in any case if the residual is.
+
+    Returns:
+        ``out``, shape and dtype of x, contiguous; with prenorm ``(out, residual_out)``, where
+        residual_out is ``s``: x itself if there is nothing to add or to convert.
+
+    Raises:
+        ValueError: for a shape, dtype, device, eps or casting_mode other than said here.
+    """
+    if casting_mode not in _CASTING_MODES:
+        raise ValueError(
+            f"casting_mode is {casting_mode!r}; allowed are 'llama', 'gemma' and 'none'"
+        )
+    return _norm(
+        x,
+        residual,
+        weight,
+        None,
+        eps,
+        weight_offset,
+        _CASTING_MODES[casting_mode],
+        False,
+        prenorm,
+        residual_in_fp32,
+    )
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    eps: float = 1e-5,
+    *,
+    residual: Optional[Tensor] = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+) -> Union[Tensor, tuple[Tensor, Tensor]]:
+    """Layer normalization over the last dimension, differentiable.
+
+    ``out = (s - mean(s)) * rsqrt(var(s) + eps) * weight + bias`` with ``s = x + residual``, or
+    ``s = x`` without a residual, and the biased variance (Ba et al., "Layer Normalization", 2016).
+    Computed in float32 and rounded once; the variance is the mean of squared deviations, which
+    holds for rows with a large mean.
+
+    Args:
+        x: (..., hidden_size), float32, float16 or bfloat16, any strides. Tensors whose last
+            dimension is contiguous are read in place.
+        weight: (hidden_size,), any of the three dtypes, also another one than x's. None: ones.
+        bias: (hidden_size,), any of the three dtypes. None: zeros.
+        eps: added to the variance; finite, not negative.
+        residual: like x, in its dtype or in float32. Added to x before the normalization.
+        prenorm: return ``s`` too, for the next residual addition.
+        residual_in_fp32: keep ``s`` in float32. It is float32 in any case if the residual is.
+
+    Returns:
+        ``out``, shape and dtype of x, contiguous; with prenorm ``(out, residual_out)``, where
+        residual_out is ``s``: x itself if there is nothing to add or to convert.
+
+    Raises:
+        ValueError: for a shape, dtype, device or eps other than said here.
+    """
+    return _norm(
+        x,
+        residual,
+        weight,
+        bias,
+        eps,
+        0.0,
+        _LAYER_NORM_CASTING_MODE,
+        True,
+        prenorm,
+        residual_in_fp32,
+    )
+
+
+def _norm(
+    x,
+    residual,
+    weight,
+    bias,
+    eps,
+    weight_offset,
+    casting_mode,
+    is_layer_norm,
+    prenorm,
+    residual_in_fp32,
+):
+    _refuse_dtensor(x=x, residual=residual, weight=weight, bias=bias)
+    # Where the sum is x itself, no second copy of it is written.
+    has_sum = residual is not None or (residual_in_fp32 and x.dtype != torch.float32)
+    # The backward pass reads the sum; one that no gradient needs is not stored.
+    needs_residual_out = has_sum and (prenorm or _needs_gradient(x, residual, weight, bias))
+    out, residual_out, _ = ops.norm_fwd(
+        x,
+        residual,
+        weight,
+        bias,
+        eps,
+        weight_offset,
+        casting_mode,
+        is_layer_norm,
+        residual_in_fp32,
+        needs_residual_out,
+    )
+    if not prenorm:
+        return out
+    return out, (residual_out if has_sum else x)
+
+
+def _needs_gradient(*tensors: Optional[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
+
+
+def _refuse_dtensor(**tensors: Optional[Tensor]) -> None:
+    # By name: importing torch.distributed.tensor takes a second.
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ == "DTensor":
+            raise ValueError(
+                f"{name} is a DTensor; the norms take plain tensors: {name}.to_local() where the "
+                f"last dimension is not sharded, {name}.full_tensor() otherwise"
+            )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_fwd"))
+def _norm_fwd_fake(
+    x,
+    residual,
+    weight,
+    bias,
+    eps,
+    weight_offset,
+    casting_mode,
+    is_layer_norm,
+    residual_in_fp32,
+    needs_residual_out,
+):
+    _refuse_other_devices(x, residual=residual, weight=weight, bias=bias)
+    is_fp32 = residual_in_fp32 or (residual is not None and residual.dtype == torch.float32)
+    sum_dtype = torch.float32 if is_fp32 else x.dtype
+    rows = x.shape[:-1]
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape if needs_residual_out else (0,), dtype=sum_dtype),
+        x.new_empty((2, *rows) if is_layer_norm else rows, dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("norm_bwd"))
+def _norm_bwd_fake(
+    dout,
+    dresidual_out,
+    sum,
+    weight,
+    bias,
+    stats,
+    weight_offset,
+    casting_mode,
+    is_layer_norm,
+    needs_dresidual,
+    needs_dweight,
+    needs_dbias,
+):
+    def gradient(parameter, wanted):
+        if parameter is None:
+            return dout.new_empty((0,))
+        return parameter.new_empty(parameter.shape if wanted else (0,))
+
+    return (
+        dout.new_empty(dout.shape),
+        dout.new_empty(dout.shape if needs_dresidual else (0,), dtype=torch.float32),
+        gradient(weight, needs_dweight),
+        gradient(bias, needs_dbias),
+    )
+
+
+def _refuse_other_devices(x: Tensor, **tensors: Optional[Tensor]) -> None:
+    # The op does this too, but with a tensor on "meta" torch calls the fake instead of the op.
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} but x is on {x.device}; all tensors of a call must "
+                "be on one device"
+            )
+
+
+def _setup_context(ctx, inputs, output):
+    (
+        x,
+        residual,
+        weight,
+        bias,
+        _eps,
+        ctx.weight_offset,
+        ctx.casting_mode,
+        ctx.is_layer_norm,
+        _residual_in_fp32,
+        needs_residual_out,
+    ) = inputs
+    _out, residual_out, stats = output
+    ctx.set_materialize_grads(False)  # an unused residual_out has no gradient, not a zero one
+    ctx.mark_non_differentiable(stats)
+    ctx.x_dtype = x.dtype
+    ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.save_for_backward(residual_out if needs_residual_out else x, weight, bias, stats)
+
+
+def _backward(ctx, dout, dresidual_out, _dstats):
+    no_gradients = (None,) * 6  # for what is no tensor
+    _, needs_dresidual, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
+    if dout is None:
+        dx = None if dresidual_out is None else dresidual_out.to(ctx.x_dtype)
+        dresidual = None
+        if needs_dresidual and dresidual_out is not None:
+            dresidual = dresidual_out.to(ctx.residual_dtype)
+        return (dx, dresidual, None, None, *no_gradients)
+    total, weight, bias, stats = ctx.saved_tensors
+    # The residual's gradient is x's, but for the dtype that it is rounded to.
+    needs_own_dresidual = needs_dresidual and ctx.residual_dtype != ctx.x_dtype
+    dx, dresidual, dweight, dbias = ops.norm_bwd(
+        dout,
+        dresidual_out,
+        total,
+        weight,
+        bias,
+        stats,
+        ctx.weight_offset,
+        ctx.casting_mode,
+        ctx.is_layer_norm,
+        needs_own_dresidual,
+        needs_dweight,
+        needs_dbias,
+    )
+    if needs_dresidual and not needs_own_dresidual:
+        dresidual = dx
+    return (
+        dx,
+        dresidual if needs_dresidual else None,
+        dweight if needs_dweight else None,
+        dbias if needs_dbias else None,
+        *no_gradients,
+    )
+
+
+def _refuse_second_derivative(ctx, *gradients):
+    raise NotImplementedError(
+        "the norms have no second derivative: their gradients were differentiated once more, as "
+        "create_graph=True or a gradient penalty asks for; compute that part with "
+        "torch.nn.functional.rms_norm or layer_norm"
+    )
+
+
+torch.library.register_autograd(
+    add_op_namespace_prefix("norm_fwd"), _backward, setup_context=_setup_context
+)
+torch.library.register_autograd(add_op_namespace_prefix("norm_bwd"), _refuse_second_derivative)
