@@ -76,7 +76,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         options.build_dir = (options.out or options.root) / ".build"
     options.out = (options.out or options.root / "build").resolve()
     options.build_dir = options.build_dir.resolve()
-    options.toolkit_dir = (options.toolkit_dir or options.root / ".toolkit").resolve()
+    options.toolkit_dir = (options.toolkit_dir or TOOLKIT_FOLDER).resolve()
     return options
 
 
@@ -120,7 +120,7 @@ def build_variant(
         toolkit = None
         archs: dict[str, list[Arch]] = {}
         if cuda_version is not None:
-            toolkit = get_toolkit(cuda_version, TOOLKIT_FOLDER)
+            toolkit = get_toolkit(cuda_version, options.toolkit_dir)
             archs = _choose_archs(config, options.archs, toolkit)
         name = ops_id(config, backend, options.root)
         write_registration_header(build_dir / "generated", name)
@@ -130,7 +130,7 @@ def build_variant(
         print(f"{variant}: {len(plan.steps)} sources, ops {name}", flush=True)
         _compile(plan, build_dir, options)
         if not options.skip_checks:
-            check_build(plan, TOOLKIT_FOLDER)
+            check_build(plan, options.toolkit_dir)
         all_archs = sorted({arch for section in archs.values() for arch in section})
         staged = build_dir / "staged"
         shutil.rmtree(staged, ignore_errors=True)
