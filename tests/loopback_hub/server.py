@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -38,6 +38,10 @@ class LoopbackHub:
         token: if given, writing needs ``Authorization: Bearer <token>``.
         lfs_suffixes: files that clients must upload through LFS. An installed hf-xet would answer
             with its own protocol, which this server does not speak; ``environment()`` turns it off.
+
+    Attributes:
+        intercept: called with method and path before a request is served. It may raise HubError to
+            refuse the request, or ConnectionAbortedError to cut the connection without an answer.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class LoopbackHub:
         self.token = token
         self.lfs_suffixes = lfs_suffixes
         self.requests: list[Request] = []
+        self.intercept: Callable[[str, str], None] | None = None
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
         self._server.daemon_threads = True
@@ -103,8 +108,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = {name: values[0] for name, values in parse_qs(url.query).items()}
         self.content = self._read_body()
         try:
+            if self.hub.intercept is not None:
+                self.hub.intercept(self.command, url.path)
             with self.hub.lock:
                 self._route(url.path)
+        except ConnectionAbortedError:
+            self.close_connection = True
         except HubError as error:
             headers = {"X-Error-Code": error.code, "X-Error-Message": str(error)}
             self._reply(error.status, {"error": str(error)}, headers)
