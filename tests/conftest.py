@@ -1,6 +1,7 @@
 """Loads the built variant the way users do, once per test run: through `kernels.get_kernel`.
 
 LOCAL_KERNELS points the loader at this checkout's build/; set it beforehand to test another one.
+KERNEL_REVISION is the branch to load where a Hub serves the kernel, as in `make gate`.
 """
 
 import os
@@ -8,6 +9,7 @@ from pathlib import Path
 
 # Before anything imports kernels or huggingface_hub, which read these when they are imported.
 REPO_ID = "org/flash-attn-norm"
+REVISION = os.environ.get("KERNEL_REVISION", "v1")
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,7 +25,7 @@ def kernel():
     from kernels import get_kernel
 
     try:
-        return get_kernel(REPO_ID, revision="v1")
+        return get_kernel(REPO_ID, revision=REVISION)
     except FileNotFoundError as error:
         pytest.exit(f"no variant to test; run `make build` first\n{error}", returncode=2)
 
