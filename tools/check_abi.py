@@ -8,6 +8,8 @@ from pathlib import Path
 from elftools.elf.elffile import ELFFile
 from kernel_abi_check import ObjectFile
 
+from .symbols import demangle
+
 MANYLINUX = "manylinux_2_28"
 PYTHON_ABI = "3.9"
 
@@ -40,16 +42,15 @@ def check_library(path: Path) -> list[str]:
     with path.open("rb") as stream:
         elf = ELFFile(stream)
         needed = [tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
-        undefined = _unversioned_imports(elf)
+        foreign = [name for name in _unversioned_imports(elf) if not _UNVERSIONED_OK.match(name)]
     problems += [
         f"depends on {name}, which not every system with torch has"
         for name in needed
         if name not in _NEEDED
     ]
     problems += [
-        f"imports {name}, which is outside torch's stable ABI (or defined by no source)"
-        for name in undefined
-        if not _UNVERSIONED_OK.match(name)
+        f"imports {name}, which is outside torch's stable ABI or defined by no source"
+        for name in demangle(foreign)
     ]
     return problems
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .archs import Arch
 from .errors import BuildError
 from .ninja_file import BuildPlan, CompileStep
+from .symbols import demangle
 
 
 class AllowedSpill(BaseModel):
@@ -99,7 +100,7 @@ def read_figures(log: str) -> list[KernelFigures]:
                 int(spill[1]) + int(spill[2]) if spill else 0,
             )
         )
-    names = _demangle([entry[0] for entry in found])
+    names = demangle([entry[0] for entry in found], parameters=False)
     return [KernelFigures(name, *entry[1:]) for name, entry in zip(names, found, strict=True)]
 
 
@@ -107,16 +108,6 @@ def _arch_of(digits: str) -> str:
     """90a -> 9.0a, 120 -> 12.0."""
     match = re.fullmatch(r"(\d+)(\d)([af]?)", digits)
     return f"{match[1]}.{match[2]}{match[3]}"
-
-
-def _demangle(names: list[str]) -> list[str]:
-    if not names:
-        return []
-    command = ["c++filt", "--no-params"]
-    result = subprocess.run(
-        command, input="\n".join(names), capture_output=True, text=True, check=True
-    )
-    return result.stdout.splitlines()
 
 
 def compare_spills(figures: list[KernelFigures], allowed: list[AllowedSpill]) -> list[str]:
