@@ -1,0 +1,415 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "attention/attention.h"
+#include "attention/cpu/bias_gradient.h"
+#include "attention/cpu/tile_engine.h"
+#include "attention/cpu/work_items.h"
+
+namespace flash_attn_norm {
+namespace cpu {
+
+namespace {
+
+/// What stays the same for the whole call.
+struct BwdPlan {
+    const AttentionBwdParams& params;
+    const AttentionProblem& problem;
+    const TileEngine& engine;
+    int block_m, block_n;
+    int head_dim, head_dim_v;  // padded to kPanel
+    MaxSeqlens longest;
+    int64_t rows, keys;  // the longest sequence's, in whole blocks
+    int64_t num_units;   // (sequence, KV head)
+    int64_t num_splits;  // of a unit's keys
+    int64_t split_keys;
+
+    BwdPlan(const AttentionBwdParams& bwd_params, const CpuRuntime& runtime)
+        : params(bwd_params),
+          problem(bwd_params.problem),
+          engine(select_engine(problem.dtype)),
+          block_m(engine.bwd_block_m),
+          block_n(engine.bwd_block_n),
+          head_dim(static_cast<int>(round_up(problem.head_dim, kPanel))),
+          head_dim_v(static_cast<int>(round_up(problem.head_dim_v, kPanel))),
+          longest(max_seqlens(problem)) {
+        rows = round_up(max_of(longest.q, 1), block_m);
+        keys = round_up(max_of(longest.k, 1), block_n);
+        num_units = problem.batch_size * problem.num_heads_kv;
+        // Whole units need no sum over splits, so a unit is split only for want of work.
+        constexpr int64_t kItemsPerThread = 4;
+        const int64_t wanted = kItemsPerThread * runtime.num_threads;
+        const bool is_even = !problem.is_packed() && num_units % runtime.num_threads == 0;
+        int64_t count = 1;
+        if (num_units > 0 && num_units < wanted && !is_even) {
+            count = min_of((wanted + num_units - 1) / num_units, keys / block_n);
+        }
+        split_keys = round_up((keys + count - 1) / count, block_n);
+        num_splits = (keys + split_keys - 1) / split_keys;
+    }
+
+    /// Partial dq of one head of one split.
+    int64_t partial_dq_elements() const { return num_splits > 1 ? rows * head_dim : 0; }
+};
+
+/// What workers share: the partial dq [units, group_size, splits, rows, head_dim] and the sink's
+/// gradient per sequence and head.
+struct BwdShared {
+    float* partial_dq = nullptr;
+    double* ds_aux = nullptr;  // [batch_size, num_heads_q]
+
+    BwdShared(Arena& arena, const BwdPlan& plan) {
+        partial_dq = arena.take<float>(plan.num_units * plan.problem.group_size() *
+                                       plan.num_splits * plan.partial_dq_elements());
+        ds_aux = arena.take<double>(plan.problem.batch_size * plan.problem.num_heads_q);
+    }
+};
+
+/// One worker's tiles. "Per block" means one block after the other, each contiguous.
+struct BwdScratch {
+    // Of the split's keys, per block.
+    char* k;      // B form of [block_n, head_dim]
+    char* k_t;    // B form of [head_dim, block_n]
+    char* v_t;    // B form of [head_dim_v, block_n]
+    float* dk_t;  // [head_dim, block_n]
+    float* dv_t;  // [head_dim_v, block_n]
+    // Of one query head, per block.
+    char* q;       // [block_m, head_dim]
+    char* q_t;     // [head_dim, block_m]
+    char* dout;    // [block_m, head_dim_v]
+    char* dout_t;  // [head_dim_v, block_m]
+    float* dq;     // [block_m, head_dim]
+    float *lse_log2, *delta;
+    // Of one tile.
+    float *scores, *dprobs;        // [block_m, block_n]
+    float *keep, *softcap_factor;  // likewise, where needed
+    char *probs_b, *dscores_b;     // B form of [block_m, block_n]
+    char* dscores_a;               // [block_m, block_n]
+
+    BwdScratch(Arena& arena, const BwdPlan& plan) {
+        const TileEngine& engine = plan.engine;
+        const int64_t tile = int64_t{plan.block_m} * plan.block_n;
+        k = arena.take_operands(plan.split_keys * plan.head_dim, engine);
+        k_t = arena.take_operands(plan.split_keys * plan.head_dim, engine);
+        v_t = arena.take_operands(plan.split_keys * plan.head_dim_v, engine);
+        dk_t = arena.take<float>(plan.split_keys * plan.head_dim);
+        dv_t = arena.take<float>(plan.split_keys * plan.head_dim_v);
+        q = arena.take_operands(plan.rows * plan.head_dim, engine);
+        q_t = arena.take_operands(plan.rows * plan.head_dim, engine);
+        dout = arena.take_operands(plan.rows * plan.head_dim_v, engine);
+        dout_t = arena.take_operands(plan.rows * plan.head_dim_v, engine);
+        dq = arena.take<float>(plan.rows * plan.head_dim);
+        lse_log2 = arena.take<float>(plan.rows);
+        delta = arena.take<float>(plan.rows);
+        scores = arena.take<float>(tile);
+        dprobs = arena.take<float>(tile);
+        keep = plan.problem.dropout_p > 0.0f ? arena.take<float>(tile) : nullptr;
+        softcap_factor = plan.problem.softcap > 0.0f ? arena.take<float>(tile) : nullptr;
+        probs_b = arena.take_operands(tile, engine);
+        dscores_b = arena.take_operands(tile, engine);
+        dscores_a = arena.take_operands(tile, engine);
+    }
+};
+
+/// One work item: the keys of one split of one KV head, with all query heads of its group.
+struct BwdItem {
+    const BwdPlan& plan;
+    const BwdShared& shared;
+    const BwdScratch& scratch;
+    SeqlenInfo info;
+    int64_t batch, kv_head, unit, split;
+    int64_t key_begin, key_end;
+
+    /// Block `index` of `elements` operands each.
+    char* operands(char* base, int64_t index, int64_t elements) const {
+        return base + index * elements * plan.engine.operand_bytes;
+    }
+    float* dq_of_head(int g) const {
+        if (plan.num_splits == 1) return scratch.dq;
+        const int64_t index = (unit * plan.problem.group_size() + g) * plan.num_splits + split;
+        return shared.partial_dq + index * plan.partial_dq_elements();
+    }
+};
+
+void pack_keys_and_values(const BwdItem& item) {
+    const BwdPlan& plan = item.plan;
+    const AttentionBwdParams& params = plan.params;
+    const AttentionProblem& problem = plan.problem;
+    const TileEngine& engine = plan.engine;
+    const int64_t k_elements = int64_t{plan.block_n} * plan.head_dim;
+    const int64_t v_elements = int64_t{plan.block_n} * plan.head_dim_v;
+    int64_t block = 0;
+    for (int64_t key = item.key_begin; key < item.key_end; key += plan.block_n, ++block) {
+        const int64_t count = min_of(plan.block_n, item.key_end - key);
+        const TensorRows k =
+            tensor_rows(params.k, problem.dtype, params.k_strides, item.info.batch,
+                        item.info.row_k + key, item.kv_head, count, problem.head_dim);
+        const TensorRows v =
+            tensor_rows(params.v, problem.dtype, params.v_strides, item.info.batch,
+                        item.info.row_k + key, item.kv_head, count, problem.head_dim_v);
+        engine.pack_b(k, item.operands(item.scratch.k, block, k_elements),
+                      int64_t{plan.block_n} * kPanel);
+        engine.pack_b_transposed(k, item.operands(item.scratch.k_t, block, k_elements),
+                                 int64_t{plan.head_dim} * kPanel);
+        engine.pack_b_transposed(v, item.operands(item.scratch.v_t, block, v_elements),
+                                 int64_t{plan.head_dim_v} * kPanel);
+    }
+    std::memset(item.scratch.dk_t, 0, static_cast<size_t>(block * k_elements) * sizeof(float));
+    std::memset(item.scratch.dv_t, 0, static_cast<size_t>(block * v_elements) * sizeof(float));
+}
+
+/// Queries and dout of one head for `rows`, and its softmax's terms per row.
+void pack_queries(const BwdItem& item, int64_t head, const IndexRange& rows) {
+    const BwdPlan& plan = item.plan;
+    const BwdScratch& s = item.scratch;
+    const int64_t q_elements = int64_t{plan.block_m} * plan.head_dim;
+    const int64_t dout_elements = int64_t{plan.block_m} * plan.head_dim_v;
+    for (int64_t row = rows.begin; row < rows.end; row += plan.block_m) {
+        const int64_t block = row / plan.block_m;
+        const int64_t count = min_of(plan.block_m, rows.end - row);
+        const QueryRows query = query_rows(plan.params, item.info, head, row, count);
+        plan.engine.pack_a(query.q, item.operands(s.q, block, q_elements), plan.head_dim);
+        plan.engine.pack_a_transposed(query.q, item.operands(s.q_t, block, q_elements),
+                                      plan.block_m);
+        plan.engine.pack_a(query.dout, item.operands(s.dout, block, dout_elements),
+                           plan.head_dim_v);
+        plan.engine.pack_a_transposed(query.dout, item.operands(s.dout_t, block, dout_elements),
+                                      plan.block_m);
+        softmax_terms(plan.params, plan.engine, item.info, head, query, row, s.lse_log2 + row,
+                      s.delta + row);
+    }
+}
+
+/// One tile's share of dk, dv and dq.
+void attend_tile(const BwdItem& item, const ScoreTerms& terms, int64_t row, int rows, int64_t key,
+                 int keys, float* dq) {
+    const BwdPlan& plan = item.plan;
+    const BwdScratch& s = item.scratch;
+    const TileEngine& engine = plan.engine;
+    const int64_t m_block = row / plan.block_m;
+    const int64_t n_block = (key - item.key_begin) / plan.block_n;
+    const int rows_padded = static_cast<int>(round_up(rows, kPanel));
+    const int keys_padded = static_cast<int>(round_up(keys, kPanel));
+    const int64_t q_elements = int64_t{plan.block_m} * plan.head_dim;
+    const int64_t dout_elements = int64_t{plan.block_m} * plan.head_dim_v;
+    const int64_t k_elements = int64_t{plan.block_n} * plan.head_dim;
+    const int64_t v_elements = int64_t{plan.block_n} * plan.head_dim_v;
+    const int64_t tile_panel = int64_t{plan.block_m} * kPanel;
+
+    // S = Q K^T, dP = dO V^T
+    engine.gemm(GemmArgs{item.operands(s.q, m_block, q_elements), plan.head_dim,
+                         item.operands(s.k_t, n_block, k_elements), int64_t{plan.head_dim} * kPanel,
+                         s.scores, plan.block_n, rows, keys_padded, plan.head_dim,
+                         /*accumulate=*/false});
+    engine.gemm(GemmArgs{item.operands(s.dout, m_block, dout_elements), plan.head_dim_v,
+                         item.operands(s.v_t, n_block, v_elements),
+                         int64_t{plan.head_dim_v} * kPanel, s.dprobs, plan.block_n, rows,
+                         keys_padded, plan.head_dim_v, /*accumulate=*/false});
+
+    // P = exp2(S * scale_log2 - lse_log2), dS = P * (dP - delta)
+    const ScoreTile tile{s.scores, plan.block_n, row, key, rows, keys};
+    engine.prepare_scores(terms, tile, s.softcap_factor);
+    if (terms.has_dropout) engine.dropout_factors(terms, tile, s.keep);
+    GradientTile gradient;
+    gradient.lse_log2 = s.lse_log2 + row;
+    gradient.delta = s.delta + row;
+    gradient.keep = s.keep;
+    gradient.softcap_factor = s.softcap_factor;
+    gradient.dprobs = s.dprobs;
+    gradient.probs_b = s.probs_b;
+    gradient.dscores_a = s.dscores_a;
+    gradient.dscores_b = s.dscores_b;
+    gradient.dscores_lda = plan.block_n;
+    gradient.b_panel_stride = tile_panel;
+    engine.softmax_gradient(tile, terms.scale_log2(), gradient);
+
+    // dV^T += dO^T P, dK^T += Q^T dS
+    engine.gemm(GemmArgs{item.operands(s.dout_t, m_block, dout_elements), plan.block_m, s.probs_b,
+                         tile_panel, s.dv_t + n_block * v_elements, plan.block_n, plan.head_dim_v,
+                         keys_padded, rows_padded, /*accumulate=*/true});
+    engine.gemm(GemmArgs{item.operands(s.q_t, m_block, q_elements), plan.block_m, s.dscores_b,
+                         tile_panel, s.dk_t + n_block * k_elements, plan.block_n, plan.head_dim,
+                         keys_padded, rows_padded, /*accumulate=*/true});
+
+    // dQ += dS K
+    engine.gemm(GemmArgs{s.dscores_a, plan.block_n, item.operands(s.k, n_block, k_elements),
+                         int64_t{plan.block_n} * kPanel, dq + row * plan.head_dim, plan.head_dim,
+                         rows, plan.head_dim, keys_padded, /*accumulate=*/true});
+}
+
+void store_dq(const BwdPlan& plan, const SeqlenInfo& info, int64_t head, const float* dq,
+              int64_t row, int64_t rows) {
+    const AttentionProblem& problem = plan.problem;
+    const TensorStrides strides =
+        contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim);
+    const int64_t offset = tensor_offset(strides, info.batch, info.row_q + row, head);
+    plan.engine.store_rows(dq, plan.head_dim, static_cast<int>(rows), problem.head_dim,
+                           problem.softmax_scale, nullptr,
+                           static_cast<char*>(plan.params.dq) + offset * size_of(problem.dtype),
+                           problem.dtype, strides.row);
+}
+
+void store_dk_dv(const BwdItem& item) {
+    const BwdPlan& plan = item.plan;
+    const AttentionProblem& problem = plan.problem;
+    const auto store = [&](const float* gradient, int cols_padded, int cols, float scale,
+                           void* dst) {
+        const TensorStrides strides =
+            contiguous_strides(problem.seqlen_k, problem.num_heads_kv, cols);
+        for (int64_t key = item.key_begin; key < item.key_end; key += plan.block_n) {
+            const int count = static_cast<int>(min_of(plan.block_n, item.key_end - key));
+            const int64_t offset =
+                tensor_offset(strides, item.info.batch, item.info.row_k + key, item.kv_head);
+            plan.engine.store_transposed(gradient, plan.block_n, cols, count, scale,
+                                         static_cast<char*>(dst) + offset * size_of(problem.dtype),
+                                         problem.dtype, strides.row);
+            gradient += int64_t{plan.block_n} * cols_padded;
+        }
+    };
+    store(item.scratch.dk_t, plan.head_dim, problem.head_dim, problem.softmax_scale,
+          plan.params.dk);
+    store(item.scratch.dv_t, plan.head_dim_v, problem.head_dim_v, 1.0f, plan.params.dv);
+}
+
+/// dS of the sink's column: it has no value vector, so dP = 0 and dS = -P * delta.
+double sink_gradient(const BwdPlan& plan, const BwdScratch& scratch, int64_t head, int64_t rows) {
+    const double sink_log2 = static_cast<double>(sink_of(plan.problem, head)) * kLog2e;
+    double sum = 0.0;
+    for (int64_t row = 0; row < rows; ++row) {
+        sum -= std::exp2(sink_log2 - scratch.lse_log2[row]) * scratch.delta[row];
+    }
+    return sum;
+}
+
+void run_item(const BwdPlan& plan, const BwdShared& shared, const BwdScratch& scratch,
+              int64_t index) {
+    const AttentionProblem& problem = plan.problem;
+    const int64_t split = index / plan.num_units;
+    const int64_t unit = index % plan.num_units;
+    const int64_t batch = unit / problem.num_heads_kv;
+    const int64_t kv_head = unit % problem.num_heads_kv;
+    const SeqlenInfo info = seqlen_info(problem, batch);
+    const int64_t key_begin = min_of(split * plan.split_keys, info.seqlen_k);
+    const int64_t key_end = min_of(key_begin + plan.split_keys, info.seqlen_k);
+    const BwdItem item{plan,    shared, scratch, info,      batch,
+                       kv_head, unit,   split,   key_begin, key_end};
+    const Mask mask = mask_of(problem, info);
+    const bool wants_sink = plan.params.ds_aux != nullptr && split == 0;
+    pack_keys_and_values(item);
+
+    for (int g = 0; g < problem.group_size(); ++g) {
+        const int64_t head = kv_head * problem.group_size() + g;
+        const ScoreTerms terms = score_terms(problem, info, batch, head);
+        float* dq = item.dq_of_head(g);
+        std::memset(dq, 0, static_cast<size_t>(info.seqlen_q * plan.head_dim) * sizeof(float));
+        pack_queries(item, head, IndexRange{0, info.seqlen_q});
+        if (wants_sink) {
+            shared.ds_aux[batch * problem.num_heads_q + head] =
+                sink_gradient(plan, scratch, head, info.seqlen_q);
+        }
+
+        for (int64_t key = key_begin; key < key_end; key += plan.block_n) {
+            const int keys = static_cast<int>(min_of(plan.block_n, key_end - key));
+            const IndexRange seeing = mask.rows(key, key + keys);
+            for (int64_t row = seeing.begin / plan.block_m * plan.block_m; row < seeing.end;
+                 row += plan.block_m) {
+                const int rows = static_cast<int>(min_of(plan.block_m, info.seqlen_q - row));
+                attend_tile(item, terms, row, rows, key, keys, dq);
+            }
+        }
+        if (plan.num_splits == 1) store_dq(plan, info, head, dq, 0, info.seqlen_q);
+    }
+    store_dk_dv(item);
+}
+
+/// dq = the sum of its splits' shares, in their order; one item is one block of rows of one head.
+void sum_dq_splits(const BwdPlan& plan, const BwdShared& shared, int64_t index) {
+    const AttentionProblem& problem = plan.problem;
+    const int64_t num_m_blocks = plan.rows / plan.block_m;
+    const int64_t row = index % num_m_blocks * plan.block_m;
+    const int64_t batch_head = index / num_m_blocks;
+    const int64_t head = batch_head % problem.num_heads_q;
+    const SeqlenInfo info = seqlen_info(problem, batch_head / problem.num_heads_q);
+    const int64_t rows = min_of(plan.block_m, info.seqlen_q - row);
+    if (rows <= 0) return;
+    // (sequence, query head) counts like (unit, g).
+    float* sum = shared.partial_dq + batch_head * plan.num_splits * plan.partial_dq_elements() +
+                 row * plan.head_dim;
+    for (int64_t split = 1; split < plan.num_splits; ++split) {
+        const float* share = sum + split * plan.partial_dq_elements();
+        for (int64_t i = 0; i < rows * plan.head_dim; ++i) sum[i] += share[i];
+    }
+    store_dq(plan, info, head, sum, row, rows);
+}
+
+void sum_sink_gradients(const BwdPlan& plan, const BwdShared& shared) {
+    const AttentionProblem& problem = plan.problem;
+    for (int64_t head = 0; head < problem.num_heads_q; ++head) {
+        double sum = 0.0;
+        for (int64_t batch = 0; batch < problem.batch_size; ++batch) {
+            sum += shared.ds_aux[batch * problem.num_heads_q + head];
+        }
+        plan.params.ds_aux[head] = static_cast<float>(sum);
+    }
+}
+
+void write_uncovered_rows(const BwdPlan& plan) {
+    const AttentionProblem& problem = plan.problem;
+    if (!problem.is_packed()) return;
+    const int64_t bytes = size_of(problem.dtype);
+    clear_uncovered_rows(problem.cu_seqlens_q, problem.batch_size, problem.total_q,
+                         int64_t{problem.num_heads_q} * problem.head_dim * bytes, plan.params.dq);
+    clear_uncovered_rows(problem.cu_seqlens_k, problem.batch_size, problem.total_k,
+                         int64_t{problem.num_heads_kv} * problem.head_dim * bytes, plan.params.dk);
+    clear_uncovered_rows(problem.cu_seqlens_k, problem.batch_size, problem.total_k,
+                         int64_t{problem.num_heads_kv} * problem.head_dim_v * bytes,
+                         plan.params.dv);
+}
+
+struct WorkspaceSizes {
+    int64_t shared, worker;
+
+    explicit WorkspaceSizes(const BwdPlan& plan) {
+        Arena shared_arena(nullptr), worker_arena(nullptr);
+        BwdShared shared_tiles(shared_arena, plan);
+        BwdScratch worker_tiles(worker_arena, plan);
+        shared = shared_arena.bytes();
+        worker =
+            max_of(worker_arena.bytes(), bias_gradient_scratch_bytes(plan.params, plan.engine));
+    }
+};
+
+}  // namespace
+
+int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params, const CpuRuntime& runtime) {
+    const WorkspaceSizes sizes{BwdPlan(params, runtime)};
+    return sizes.shared + sizes.worker * runtime.num_threads;
+}
+
+void attention_bwd(const AttentionBwdParams& params, const CpuRuntime& runtime) {
+    const BwdPlan plan(params, runtime);
+    const WorkspaceSizes sizes(plan);
+    Arena shared_arena(params.workspace);
+    const BwdShared shared(shared_arena, plan);
+    char* worker_memory = static_cast<char*>(params.workspace) + sizes.shared;
+
+    write_uncovered_rows(plan);
+    for_each_item(runtime, plan.engine, plan.num_units * plan.num_splits,
+                  [&](int64_t worker, int64_t item) {
+                      Arena arena(worker_memory + worker * sizes.worker);
+                      run_item(plan, shared, BwdScratch(arena, plan), item);
+                  });
+    if (plan.num_splits > 1) {
+        for_each_item(runtime, plan.engine,
+                      plan.num_units * plan.problem.group_size() * (plan.rows / plan.block_m),
+                      [&](int64_t, int64_t item) { sum_dq_splits(plan, shared, item); });
+    }
+    if (params.ds_aux != nullptr) sum_sink_gradients(plan, shared);
+    if (params.dattn_bias != nullptr) {
+        bias_gradient(params, plan.engine, runtime, worker_memory, sizes.worker);
+    }
+}
+
+}  // namespace cpu
+}  // namespace flash_attn_norm

@@ -1,0 +1,69 @@
+#include "attention/cpu/work_items.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "attention/cpu/half_types.h"
+
+namespace flash_attn_norm {
+namespace cpu {
+
+ScoreTerms score_terms(const AttentionProblem& problem, const SeqlenInfo& info, int64_t batch,
+                       int64_t head) {
+    ScoreTerms terms;
+    terms.mask = mask_of(problem, info);
+    terms.softmax_scale = problem.softmax_scale;
+    terms.softcap = problem.softcap;
+    if (problem.alibi_slopes != nullptr) {
+        terms.has_alibi = true;
+        terms.alibi_slope = problem.alibi_slopes[batch * problem.alibi_batch_stride + head];
+    }
+    if (problem.attn_bias != nullptr) {
+        const BiasStrides& strides = problem.attn_bias_strides;
+        const int64_t offset =
+            info.batch * strides.batch + head * strides.head + info.row_q * strides.row;
+        terms.bias =
+            static_cast<const char*>(problem.attn_bias) + offset * size_of(problem.attn_bias_dtype);
+        terms.bias_dtype = problem.attn_bias_dtype;
+        terms.bias_row_stride = strides.row;
+    }
+    if (problem.dropout_p > 0.0f) {
+        terms.has_dropout = true;
+        terms.dropout =
+            Dropout::make(problem.rng_state, problem.dropout_p, batch * problem.num_heads_q + head);
+        terms.keep_scale = 1.0f / (1.0f - problem.dropout_p);
+    }
+    return terms;
+}
+
+float sink_of(const AttentionProblem& problem, int64_t head) {
+    if (problem.s_aux == nullptr) return -INFINITY;
+    switch (problem.s_aux_dtype) {
+        case DType::kFloat32:
+            return static_cast<const float*>(problem.s_aux)[head];
+        case DType::kBFloat16:
+            return bf16_to_float(static_cast<const uint16_t*>(problem.s_aux)[head]);
+        case DType::kFloat16:
+            return fp16_to_float(static_cast<const uint16_t*>(problem.s_aux)[head]);
+    }
+    return -INFINITY;
+}
+
+void clear_uncovered_rows(const int32_t* cu_seqlens, int64_t batch_size, int64_t total,
+                          int64_t row_bytes, void* data) {
+    int64_t covered = 0;
+    const auto clear = [&](int64_t begin, int64_t end) {
+        if (begin >= end) return;
+        std::memset(static_cast<char*>(data) + begin * row_bytes, 0,
+                    static_cast<size_t>((end - begin) * row_bytes));
+    };
+    for (int64_t batch = 0; batch < batch_size; ++batch) {
+        const RowRange rows = packed_rows(cu_seqlens, batch, total);
+        clear(covered, rows.begin);
+        covered = max_of(covered, rows.end);
+    }
+    clear(covered, total);
+}
+
+}  // namespace cpu
+}  // namespace flash_attn_norm

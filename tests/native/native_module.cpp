@@ -1,0 +1,243 @@
+// Host-side logic for Python tests: masks, dropout, sequence lengths, and the CPU attention kernels
+// with a chosen instruction set. Tensors come as addresses; the tests keep them alive.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/cpu/half_types.h"
+#include "attention/dropout.h"
+#include "attention/mask.h"
+#include "attention/params.h"
+#include "attention/seqlens.h"
+#include "common/cpu_features.h"
+#include "common/cpu_runtime.h"
+
+namespace py = pybind11;
+using namespace flash_attn_norm;
+
+namespace {
+
+/// Real threads, each given its own slice.
+void run_threads(int64_t count, int64_t grain, void* context, CpuRuntime::Body body) {
+    std::vector<std::thread> threads;
+    for (int64_t begin = 0; begin < count; begin += grain) {
+        const int64_t end = begin + grain < count ? begin + grain : count;
+        threads.emplace_back([=] { body(context, begin, end); });
+    }
+    for (std::thread& thread : threads) thread.join();
+}
+
+CpuRuntime runtime_of(int num_threads) {
+    CpuRuntime runtime;
+    runtime.num_threads = num_threads;
+    runtime.run = run_threads;
+    return runtime;
+}
+
+/// 64-byte aligned and full of NaN patterns, so that a read before a write shows.
+class Workspace {
+  public:
+    explicit Workspace(int64_t bytes) : bytes_(bytes) {
+        const size_t size = static_cast<size_t>((bytes + kGuard + 63) / 64 * 64);
+        memory_ = static_cast<unsigned char*>(std::aligned_alloc(64, size));
+        std::memset(memory_, 0xff, size);
+    }
+    ~Workspace() { std::free(memory_); }
+    Workspace(const Workspace&) = delete;
+    Workspace& operator=(const Workspace&) = delete;
+
+    void* data() const { return memory_; }
+    bool guard_is_intact() const {
+        for (int64_t i = bytes_; i < bytes_ + kGuard; ++i) {
+            if (memory_[i] != 0xff) return false;
+        }
+        return true;
+    }
+
+  private:
+    static constexpr int64_t kGuard = 4096;
+    int64_t bytes_;
+    unsigned char* memory_;
+};
+
+/// Fields of a params struct by name; a name left out keeps the struct's default.
+class Fields {
+  public:
+    explicit Fields(const py::dict& dict) : dict_(dict) {}
+
+    template <class T>
+    void number(const char* name, T& field) const {
+        if (dict_.contains(name)) field = dict_[name].cast<T>();
+    }
+    template <class T>
+    void pointer(const char* name, T*& field) const {
+        if (dict_.contains(name)) field = reinterpret_cast<T*>(dict_[name].cast<uintptr_t>());
+    }
+    void dtype(const char* name, DType& field) const {
+        if (dict_.contains(name)) field = static_cast<DType>(dict_[name].cast<int>());
+    }
+    void strides(const char* name, TensorStrides& field) const {
+        if (!dict_.contains(name)) return;
+        std::tie(field.batch, field.row, field.head) =
+            dict_[name].cast<std::tuple<int64_t, int64_t, int64_t>>();
+    }
+    void strides(const char* name, BiasStrides& field) const {
+        if (!dict_.contains(name)) return;
+        std::tie(field.batch, field.head, field.row) =
+            dict_[name].cast<std::tuple<int64_t, int64_t, int64_t>>();
+    }
+
+  private:
+    const py::dict& dict_;
+};
+
+void read_problem(const Fields& fields, AttentionProblem& problem) {
+    fields.dtype("dtype", problem.dtype);
+    fields.number("batch_size", problem.batch_size);
+    fields.number("seqlen_q", problem.seqlen_q);
+    fields.number("seqlen_k", problem.seqlen_k);
+    fields.number("total_q", problem.total_q);
+    fields.number("total_k", problem.total_k);
+    fields.number("num_heads_q", problem.num_heads_q);
+    fields.number("num_heads_kv", problem.num_heads_kv);
+    fields.number("head_dim", problem.head_dim);
+    fields.number("head_dim_v", problem.head_dim_v);
+    fields.pointer("cu_seqlens_q", problem.cu_seqlens_q);
+    fields.pointer("cu_seqlens_k", problem.cu_seqlens_k);
+    fields.number("softmax_scale", problem.softmax_scale);
+    fields.number("softcap", problem.softcap);
+    fields.number("window_left", problem.window_left);
+    fields.number("window_right", problem.window_right);
+    fields.number("dropout_p", problem.dropout_p);
+    fields.pointer("rng_state", problem.rng_state);
+    fields.pointer("alibi_slopes", problem.alibi_slopes);
+    fields.number("alibi_batch_stride", problem.alibi_batch_stride);
+    fields.pointer("s_aux", problem.s_aux);
+    fields.dtype("s_aux_dtype", problem.s_aux_dtype);
+    fields.pointer("attn_bias", problem.attn_bias);
+    fields.dtype("attn_bias_dtype", problem.attn_bias_dtype);
+    fields.strides("attn_bias_strides", problem.attn_bias_strides);
+    fields.number("bias_columns", problem.bias_columns);
+}
+
+/// Returns whether the kernel stayed inside its workspace.
+bool attention_fwd(const py::dict& dict, int num_threads) {
+    const Fields fields(dict);
+    AttentionFwdParams params;
+    read_problem(fields, params.problem);
+    fields.pointer("q", params.q);
+    fields.pointer("k", params.k);
+    fields.pointer("v", params.v);
+    fields.strides("q_strides", params.q_strides);
+    fields.strides("k_strides", params.k_strides);
+    fields.strides("v_strides", params.v_strides);
+    fields.pointer("out", params.out);
+    fields.pointer("softmax_lse", params.softmax_lse);
+
+    const CpuRuntime runtime = runtime_of(num_threads);
+    const Workspace workspace(cpu::attention_fwd_workspace_bytes(params, runtime));
+    params.workspace = workspace.data();
+    cpu::attention_fwd(params, runtime);
+    return workspace.guard_is_intact();
+}
+
+bool attention_bwd(const py::dict& dict, int num_threads) {
+    const Fields fields(dict);
+    AttentionBwdParams params;
+    read_problem(fields, params.problem);
+    fields.pointer("q", params.q);
+    fields.pointer("k", params.k);
+    fields.pointer("v", params.v);
+    fields.pointer("out", params.out);
+    fields.pointer("dout", params.dout);
+    fields.strides("q_strides", params.q_strides);
+    fields.strides("k_strides", params.k_strides);
+    fields.strides("v_strides", params.v_strides);
+    fields.strides("dout_strides", params.dout_strides);
+    fields.pointer("softmax_lse", params.softmax_lse);
+    fields.pointer("dsoftmax_lse", params.dsoftmax_lse);
+    fields.pointer("dq", params.dq);
+    fields.pointer("dk", params.dk);
+    fields.pointer("dv", params.dv);
+    fields.pointer("ds_aux", params.ds_aux);
+    fields.pointer("dattn_bias", params.dattn_bias);
+    fields.strides("dattn_bias_strides", params.dattn_bias_strides);
+    fields.number("deterministic", params.deterministic);
+
+    const CpuRuntime runtime = runtime_of(num_threads);
+    const Workspace workspace(cpu::attention_bwd_workspace_bytes(params, runtime));
+    params.workspace = workspace.data();
+    cpu::attention_bwd(params, runtime);
+    return workspace.guard_is_intact();
+}
+
+using Range = std::tuple<int64_t, int64_t>;
+
+Range range_of(const IndexRange& range) {
+    return Range{range.begin, range.end};
+}
+
+std::vector<std::vector<bool>> dropout_mask(int64_t seed, int64_t offset, float dropout_p,
+                                            int64_t batch_head, uint32_t rows, uint32_t keys) {
+    const int64_t rng_state[2] = {seed, offset};
+    const Dropout dropout = Dropout::make(rng_state, dropout_p, batch_head);
+    std::vector<std::vector<bool>> mask(rows, std::vector<bool>(keys));
+    for (uint32_t row = 0; row < rows; ++row) {
+        for (uint32_t key = 0; key < keys; ++key) mask[row][key] = dropout.keeps(row, key);
+    }
+    return mask;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(flash_attn_norm_native, module) {
+    module.def("attention_fwd", &attention_fwd);
+    module.def("attention_bwd", &attention_bwd);
+
+    module.def("isa_names", [] {
+        std::vector<std::string> names;
+        for (int isa = 0; isa <= static_cast<int>(CpuIsa::kAmxBf16); ++isa) {
+            names.emplace_back(name_of(static_cast<CpuIsa>(isa)));
+        }
+        return names;
+    });
+    module.def("cpu_isa", [] { return static_cast<int>(cpu_isa()); });
+    module.def("limit_cpu_isa", [](int isa) { limit_cpu_isa(static_cast<CpuIsa>(isa)); });
+
+    py::class_<Mask>(module, "Mask")
+        .def(py::init([](int64_t seqlen_q, int64_t seqlen_k, int64_t left, int64_t right) {
+            return Mask{seqlen_q, seqlen_k, left, right};
+        }))
+        .def("keys", [](const Mask& mask, int64_t begin,
+                        int64_t end) { return range_of(mask.keys(begin, end)); })
+        .def("rows", [](const Mask& mask, int64_t begin,
+                        int64_t end) { return range_of(mask.rows(begin, end)); })
+        .def("covers", &Mask::covers);
+
+    module.def("philox_4x32_10",
+               [](uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+                   const PhiloxOutput bits = philox_4x32_10(c0, c1, c2, c3, k0, k1);
+                   return std::vector<uint32_t>(bits.lane, bits.lane + 4);
+               });
+    module.def("dropout_mask", &dropout_mask);
+
+    module.def("packed_rows",
+               [](const std::vector<int32_t>& cu_seqlens, int64_t batch, int64_t total) {
+                   const RowRange rows = packed_rows(cu_seqlens.data(), batch, total);
+                   return Range{rows.begin, rows.end};
+               });
+
+    module.def("fp16_to_float", &cpu::fp16_to_float);
+    module.def("float_to_fp16", &cpu::float_to_fp16);
+    module.def("bf16_to_float", &cpu::bf16_to_float);
+    module.def("float_to_bf16", &cpu::float_to_bf16);
+}
