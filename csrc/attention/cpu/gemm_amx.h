@@ -13,9 +13,12 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+/// In memory, not on the stack: GCC 12's _tile_loadconfig tells the optimizer of the first eight
+/// bytes that it reads only.
+const TileConfig kTileConfig;
+
 inline void enter_amx() {
-    const TileConfig config;
-    _tile_loadconfig(&config);
+    _tile_loadconfig(&kTileConfig);
 }
 
 inline void leave_amx() {
