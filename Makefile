@@ -41,7 +41,7 @@ bench: $(VENV)/test.stamp
 
 # No .venv: a GPU machine brings its own torch, and may have no network to fetch another.
 gpu-test:
-	$(PYTHON) -m pytest -m gpu tests $(ARGS)
+	$(PYTHON) -m pytest -m gpu --ignore=tests/packaging tests $(ARGS)
 
 records: $(VENV)/test.stamp
 	@$(RUN) -m tools.records

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from filelock import FileLock
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options = _parse(arguments)
         config = read_build_toml(options.root)
+        _require_compiler()
         for backend, cuda_version in _requested(options, config):
             build_variant(config, options, backend, cuda_version)
     except BuildError as error:
@@ -78,6 +80,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     options.build_dir = options.build_dir.resolve()
     options.toolkit_dir = (options.toolkit_dir or TOOLKIT_FOLDER).resolve()
     return options
+
+
+def _require_compiler() -> None:
+    """What pip cannot bring."""
+    for tool in ("g++", "c++filt"):
+        if shutil.which(tool) is None:
+            raise BuildError(f"{tool} is not on the path; install g++ (Debian: apt install g++)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        raise BuildError(f"{header} is missing; install Python's headers (Debian: python3-dev)")
 
 
 def _requested(options: argparse.Namespace, config: BuildToml) -> list[tuple[str, str | None]]:

@@ -1,10 +1,14 @@
 """A project of a few lines that the builder compiles in about a second."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from loopback_hub import LoopbackHub
+from releasing import REPO_ID, ReleaseProject, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,9 +83,18 @@ class Project:
         tree = subprocess.run([*git, "rev-parse", "HEAD^{tree}"], capture_output=True, text=True)
         return tree.stdout[:7]
 
-    def build(self, *arguments: str) -> subprocess.CompletedProcess:
+    def build(
+        self, *arguments: str, environment: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "tools.build", "--root", str(self.root), *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        return subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            env=None if environment is None else {**os.environ, **environment},
+        )
 
     def variants(self) -> list[str]:
         folder = self.root / "build"
@@ -91,3 +104,27 @@ class Project:
 @pytest.fixture
 def project(tmp_path) -> Project:
     return Project(tmp_path / "project")
+
+
+@pytest.fixture(scope="session")
+def _ready_project(tmp_path_factory):
+    return prepare(Project(tmp_path_factory.mktemp("ready") / "project"))
+
+
+@pytest.fixture
+def ready(_ready_project, tmp_path) -> ReleaseProject:
+    """A committed and built project of its own; its CPU variant has no gate record yet."""
+    return _ready_project.copy_to(tmp_path / "ready")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A loopback Hub with the project's repository, which this process's huggingface_hub uses."""
+    with LoopbackHub(tmp_path / "hub", token="hf_writer") as server:
+        server.store.create_repository("kernel", REPO_ID)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", "hf_writer")
+        yield server

@@ -104,6 +104,13 @@ def test_a_failed_check_leaves_no_variant(project):
     assert project.variants() == []
 
 
+def test_says_which_compiler_is_missing(project, tmp_path):
+    (tmp_path / "empty").mkdir()
+    result = project.build("--backend", "cpu", environment={"PATH": str(tmp_path / "empty")})
+    assert result.returncode == 1
+    assert "error: g++ is not on the path" in result.stderr
+
+
 def test_builds_into_another_folder(project, tmp_path):
     result = project.build("--backend", "cpu", "--out", str(tmp_path / "elsewhere"))
     assert result.returncode == 0, result.stderr
