@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -182,7 +183,8 @@ int64_t check_cumulative(const std::string& name, const int32_t* values, int64_t
 #if defined(CUDA_KERNEL)
 /// Both tensors' values on the host, one after the other, with one sync.
 std::vector<int32_t> read_from_device(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
-    if (is_stream_capturing(cu_seqlens_q.get_device_index())) {
+    const CudaContext context(cu_seqlens_q);
+    if (context.is_capturing()) {
         throw std::runtime_error(
             "check_inputs(True) reads the values of cu_seqlens_q and cu_seqlens_k, which a CUDA "
             "graph capture forbids; call check_inputs(False) before the capture");

@@ -98,16 +98,18 @@ Tensor workspace_of(const Tensor& reference, int64_t bytes) {
     return empty_like_device(reference, {bytes}, ScalarType::Byte);
 }
 
-#if defined(CUDA_KERNEL)
-[[noreturn]] void refuse_cuda(const Tensor& q) {
-    fan::refuse("q is on ", fan::device_text(q), "; this build has attention kernels for the CPU");
-}
-#endif
-
 /// Runs the forward pass; outputs and workspace belong to the device of `q`.
 void run(const Tensor& q, AttentionFwdParams& params) {
-#if defined(CUDA_KERNEL)
-    if (!q.is_cpu()) refuse_cuda(q);
+#if defined(FLASH_ATTN_NORM_CUDA_ATTENTION)
+    if (!q.is_cpu()) {
+        const fan::CudaContext context(q);
+        const Tensor workspace = workspace_of(q, fan::cuda::attention_fwd_workspace_bytes(params));
+        params.workspace = workspace.mutable_data_ptr();
+        fan::cuda::attention_fwd(params, context.stream());
+        return;
+    }
+#elif defined(CUDA_KERNEL)
+    if (!q.is_cpu()) fan::refuse("q is on ", fan::device_text(q), "; this build takes the CPU");
 #endif
     const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
     const Tensor workspace =
@@ -116,9 +118,18 @@ void run(const Tensor& q, AttentionFwdParams& params) {
     fan::cpu::attention_fwd(params, runtime);
 }
 
+/// The same for the backward pass.
 void run(const Tensor& q, AttentionBwdParams& params) {
-#if defined(CUDA_KERNEL)
-    if (!q.is_cpu()) refuse_cuda(q);
+#if defined(FLASH_ATTN_NORM_CUDA_ATTENTION)
+    if (!q.is_cpu()) {
+        const fan::CudaContext context(q);
+        const Tensor workspace = workspace_of(q, fan::cuda::attention_bwd_workspace_bytes(params));
+        params.workspace = workspace.mutable_data_ptr();
+        fan::cuda::attention_bwd(params, context.stream());
+        return;
+    }
+#elif defined(CUDA_KERNEL)
+    if (!q.is_cpu()) fan::refuse("q is on ", fan::device_text(q), "; this build takes the CPU");
 #endif
     const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
     const Tensor workspace =
