@@ -41,6 +41,12 @@ def _seed():
     torch.manual_seed(0)
 
 
+def pytest_report_header() -> str:
+    if torch.cuda.is_available():
+        return f"devices: cpu, {torch.cuda.get_device_name()}"
+    return "devices: cpu; tests marked gpu are skipped"
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return
