@@ -1,9 +1,9 @@
-"""A small stand-in for the Hugging Face Hub, on 127.0.0.1, for tests that must not leave the machine.
+"""A small stand-in for the Hugging Face Hub, on 127.0.0.1, for tests that stay on this machine.
 
 It speaks the part of the Hub's HTTP interface that ``kernels`` and ``huggingface_hub`` use:
-downloads (refs, trees, revisions, files), uploads (regular and LFS files, atomic commits), branches,
-tags, and the trust flag of a publisher. ``store`` holds repositories and knows nothing of HTTP;
-``server`` turns requests into calls of the store.
+downloads (refs, trees, revisions, files), uploads (regular and LFS files, atomic commits),
+branches, tags, and the trust flag of a publisher. ``store`` holds repositories and knows nothing
+of HTTP; ``server`` turns requests into calls of the store.
 
     with LoopbackHub(folder, trusted_publishers=["acme"]) as hub:
         hub.store.create_repository("kernel", "acme/flash-attn-norm")

@@ -1,6 +1,7 @@
 """python -m loopback_hub FOLDER [--port N] [--trusted org1,org2] [--token TOKEN]"""
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from loopback_hub.server import LoopbackHub
@@ -22,10 +23,8 @@ def main() -> None:
     ) as hub:
         for name, value in hub.environment().items():
             print(f"export {name}={value}", flush=True)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             hub.join()
-        except KeyboardInterrupt:
-            pass
 
 
 if __name__ == "__main__":
