@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,10 @@ def hub(tmp_path, monkeypatch):
     """A loopback Hub with the project's repository, which this process's huggingface_hub uses."""
     with LoopbackHub(tmp_path / "hub", token="hf_writer") as server:
         server.store.create_repository("kernel", REPO_ID)
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)  # huggingface_hub's retries
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))

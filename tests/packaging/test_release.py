@@ -1,0 +1,410 @@
+"""Releases to a Hub and to a folder: what they publish, show and refuse."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from releasing import (
+    CPU,
+    CU130,
+    CU132,
+    OLDER_LINE,
+    REPO_ID,
+    api,
+    contents,
+    environment_of,
+    history,
+)
+
+
+@pytest.fixture
+def published(ready, hub):
+    """Version 1 with two variants, out already."""
+    ready.stamp(CU130)
+    ready.pass_gate(CPU)
+    ready.pass_gate(CU130, api=api(**{"dtypes": {"attention cuda": "bfloat16"}}))
+    status, said = ready.release("--publish")
+    assert status == 0, said
+    ready.commit()
+    for name in (CPU, CU130):
+        ready.stamp(name)
+        ready.pass_gate(name)
+    return ready
+
+
+def refusal(ready, *arguments: str) -> str:
+    """What a release says that must not happen; nothing changes on either side."""
+    before = ready.snapshot()
+    status, said = ready.release(*arguments)
+    assert status == 1, said
+    assert "error: " in said
+    assert ready.snapshot() == before
+    return said
+
+
+def test_dry_run_shows_and_changes_nothing(ready, hub):
+    ready.pass_gate()
+    before, main = ready.snapshot(), contents(hub, "main")
+    status, said = ready.release()
+    assert status == 0, said
+    assert f"added      {CPU}" in said
+    assert "dry run: nothing was written" in said
+    assert "API        1 public names, first record of them" in said
+    assert ready.snapshot() == before
+    assert contents(hub, "v1") is None
+    assert contents(hub, "main") == main
+
+
+def test_publishes_one_commit_for_each_branch(ready, hub):
+    ready.pass_gate()
+    status, said = ready.release("--publish")
+    assert status == 0, said
+
+    variant = ready.variant()
+    on_branch = contents(hub, "v1")
+    expected = {f"build/{CPU}/{name}" for name in variant.files()}
+    expected |= {"benchmarks/benchmark.py", "release.json", ".gitattributes"}
+    assert set(on_branch) == expected
+    assert on_branch[f"build/{CPU}/{variant.library.name}"] == variant.library.read_bytes()
+    assert history(hub, "v1") == [
+        f"Release v1 from {variant.commit[:12]}",
+        "initial commit",
+    ]
+    assert history(hub, "main") == ["Card of v1", "initial commit"]
+    assert set(hub.store.repository("kernel", REPO_ID).branches) == {"main", "v1"}
+    card = contents(hub, "main")["README.md"].decode()
+    assert "license: apache-2.0" in card
+    assert f"# {REPO_ID}, version 1\n- `name`\n`kernels benchmark {REPO_ID}`\n" in card
+
+    lock = tomllib.loads(ready.lock_text())
+    assert lock["commit"] == variant.commit
+    assert lock["variants"][CPU]["digest"] == variant.digest
+    assert lock["variants"][CPU]["library-sha256"] == variant.library_sha256
+    assert lock["variants"][CPU]["gate"][0]["device"] == "a device"
+    assert lock["api"] == api()
+    head = hub.store.repository("kernel", REPO_ID).branches["v1"]
+    assert lock["published"]["commit"] == head
+    released = json.loads(on_branch["release.json"])
+    assert released["variants"] == lock["variants"]
+
+
+def test_the_command_publishes_and_the_loader_loads_it(ready, hub, tmp_path):
+    ready.pass_gate()
+    command = ready.release_command("--publish")
+    environment = environment_of(hub)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+    script = (
+        "from kernels import get_kernel\n"
+        f"print(get_kernel('{REPO_ID}', version=1, trust_remote_code=True).name('x'))"
+    )
+    cold = {**environment, "HF_HOME": str(tmp_path / "cold")}
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], env=cold, capture_output=True, text=True
+    )
+    assert loaded.stdout == f"{ready.variant().ops_id}::x\n", loaded.stderr
+
+
+def test_a_second_run_changes_nothing(ready, hub):
+    ready.pass_gate()
+    assert ready.release("--publish")[0] == 0
+    heads, lock = dict(hub.store.repository("kernel", REPO_ID).branches), ready.lock_text()
+    for commit in ("HEAD", ready.variant().commit):
+        status, said = ready.release("--publish", "--commit", commit)
+        assert status == 0, said
+        assert f"unchanged  {CPU}" in said
+        assert "nothing to do" in said
+        assert hub.store.repository("kernel", REPO_ID).branches == heads
+        assert ready.lock_text() == lock
+        ready.commit()  # the lock
+
+
+def test_replaces_every_variant_and_stale_files(published, hub):
+    published.next_commit(
+        '__all__ = ["name"]\nfrom ._ops import add_op_namespace_prefix as name\n#'
+    )
+    old_files = set(contents(hub, "v1"))
+    renamed = published.build / CPU / "renamed.py"
+    renamed.write_text("")
+    published.stamp(CPU)
+    published.pass_gate(CPU)
+    (published.root / "benchmarks" / "benchmark.py").unlink()
+    published.write("benchmarks/benchmark_other.py", "")
+    published.commit()
+    for name in (CPU, CU130):
+        published.stamp(name)
+        published.pass_gate(name)
+    status, said = published.release("--publish")
+    assert status == 0, said
+    assert f"replaced   {CPU}" in said
+    assert f"replaced   {CU130}" in said
+    new_files = set(contents(hub, "v1"))
+    assert new_files - old_files == {f"build/{CPU}/renamed.py", "benchmarks/benchmark_other.py"}
+    assert old_files - new_files == {"benchmarks/benchmark.py"}
+    assert len(history(hub, "v1")) == 3
+
+
+def test_removes_a_variant_that_it_does_not_replace(published, hub):
+    """The fault that began all this: fixed and broken builds side by side on one branch."""
+    shutil.rmtree(published.build / CU130)
+    published.next_commit("# fixed")
+    status, said = published.release("--publish")
+    assert status == 0, said
+    assert f"removed    {CU130}" in said
+    assert not [path for path in contents(hub, "v1") if CU130 in path]
+
+
+def test_leaves_out_by_name_what_has_no_record(published, hub):
+    published.stamp(CU132)
+    status, said = published.release("--publish")
+    assert status == 0, said
+    assert f"left out   {CU132}  no gate record" in said
+    assert not [path for path in contents(hub, "v1") if CU132 in path]
+    assert tomllib.loads(published.lock_text())["left-out"] == {CU132: "no gate record"}
+
+
+def test_keeps_an_older_torch_line_and_says_so(published, hub):
+    repository = hub.store.repository("kernel", REPO_ID)
+    old = {
+        path.replace(CPU, OLDER_LINE): entry
+        for path, entry in repository.resolve("v1").tree.items()
+        if CPU in path
+    }
+    hub.store.commit(repository, "v1", "older line", None, old, [])
+    published.next_commit("# fixed")
+    status, said = published.release("--publish", "--keep", OLDER_LINE)
+    assert status == 0, said
+    assert f"kept       {OLDER_LINE}" in said
+    on_branch = contents(hub, "v1")
+    assert set(old) < set(on_branch)
+    assert list(json.loads(on_branch["release.json"])["kept-from-older-releases"]) == [OLDER_LINE]
+
+    said = refusal(published, "--publish", "--keep", CU132)
+    assert f"--keep {CU132}: v1 has no such variant" in said
+    published.build.joinpath(f"{CU130}.gate-2.13.0.json").unlink()
+    said = refusal(published, "--publish", "--keep", CU130)
+    assert f"--keep {CU130}: of the same torch line as this release" in said
+
+
+def test_to_a_folder(ready, tmp_path):
+    ready.pass_gate()
+    store = tmp_path / "store"
+    before = ready.snapshot()
+    status, said = ready.release("--to", str(store))
+    assert status == 0, said
+    assert not store.exists()
+    assert ready.snapshot() == before
+    assert ready.release("--to", str(store), "--publish")[0] == 0
+    assert (store / "v1" / "build" / CPU / "metadata.json").is_file()
+    assert (store / "main" / "README.md").is_file()
+    first = os.readlink(store / "v1")
+
+    ready.commit()
+    ready.stamp(CPU, code="# fixed")
+    ready.pass_gate()
+    assert ready.release("--to", str(store), "--publish")[0] == 0
+    assert os.readlink(store / "v1") != first
+    assert (store / "v1" / "build" / CPU / "__init__.py").read_text() == "# fixed"
+    assert (store / first / "build" / CPU / "__init__.py").read_text() != "# fixed"
+
+
+class TestRefuses:
+    def test_a_dirty_tree(self, ready, hub):
+        ready.pass_gate()
+        ready.write("csrc/answer.h", "changed")
+        said = refusal(ready, "--publish")
+        assert "the working tree is dirty (csrc/answer.h)" in said
+        assert contents(hub, "v1") is None
+
+    def test_a_variant_of_a_dirty_tree(self, ready, hub):
+        ready.stamp(CPU, **{"source-dirty": True})
+        ready.pass_gate()
+        assert f"{CPU}: built from a tree with changes" in refusal(ready, "--publish")
+
+    def test_variants_from_different_commits(self, published, hub):
+        published.commit()
+        published.stamp(CPU)
+        published.pass_gate(CPU)
+        before = contents(hub, "v1")
+        said = refusal(published, "--publish")
+        assert "the variants come from different commits" in said
+        assert f"{CPU} from {published.git('rev-parse', 'HEAD')[:12]}" in said
+        assert contents(hub, "v1") == before
+
+    def test_variants_of_another_commit_than_head(self, ready, hub):
+        ready.pass_gate()
+        built = ready.variant().commit
+        ready.commit()
+        assert f"the variants come from {built[:12]}, not from" in refusal(ready, "--publish")
+        assert ready.release("--commit", built)[0] == 0
+
+    def test_no_gate_record_at_all(self, ready, hub):
+        said = refusal(ready, "--publish")
+        assert "no variant has a gate record" in said
+        assert CPU in said
+
+    def test_a_record_of_other_files(self, ready, hub):
+        ready.pass_gate()
+        ready.stamp(CPU, code="# rebuilt since")
+        said = refusal(ready, "--publish")
+        assert f"{CPU}.gate-2.13.0.json is of another build of it" in said
+
+    def test_a_failed_gate(self, published, hub):
+        published.pass_gate(CU130, failed=("gqa backward",))
+        said = refusal(published, "--publish")
+        assert f"{CU130}: its gate failed (gqa backward) on a device" in said
+
+    def test_a_record_that_lacks_a_check(self, ready, hub):
+        path = ready.pass_gate()
+        record = json.loads(path.read_text())
+        record["checks"] = [c for c in record["checks"] if c["name"] != "norms"]
+        path.write_text(json.dumps(record))
+        assert "its gate failed (norms)" in refusal(ready, "--publish")
+
+    @pytest.mark.parametrize(
+        ("changed", "told"),
+        [
+            ({"all": ["name", "new"]}, "added: new"),
+            ({"all": [], "functions": {}}, "removed: name"),
+            (
+                {"functions": {"name": "(op_name, x=1)"}},
+                "changed: function name(op_name) -> (op_name, x=1)",
+            ),
+            (
+                {"ops": {"answer": "(Tensor x, int n) -> Tensor"}},
+                "changed: op answer(Tensor x) -> Tensor -> (Tensor x, int n) -> Tensor",
+            ),
+            ({"private": {"_f": "()"}}, "added: private function _f"),
+            (
+                {"dtypes": {"attention cuda": "bfloat16 float16"}},
+                "changed: dtypes of attention cuda: bfloat16 -> bfloat16 float16",
+            ),
+        ],
+    )
+    def test_an_api_change_without_a_bump(self, published, hub, changed, told):
+        for name in (CPU, CU130):
+            published.pass_gate(name, api=api(**changed))
+        before = contents(hub, "v1")
+        said = refusal(published, "--publish")
+        assert told in said
+        assert "raise general.version in build.toml" in said
+        assert contents(hub, "v1") == before
+
+    def test_variants_with_different_apis(self, published, hub):
+        published.pass_gate(CU130, api=api(all=["name", "new"]))
+        assert f"{CU130} and {CPU} differ in their API" in refusal(published, "--publish")
+
+    def test_a_lower_version(self, published, hub):
+        published.write(
+            "build.toml",
+            (published.root / "build.toml").read_text().replace("version = 1", "version = 2"),
+        )
+        published.commit()
+        for name in (CPU, CU130):
+            published.stamp(name, version=2)
+            published.pass_gate(name, api=api(all=["name", "new"]))
+        status, said = published.release("--publish")
+        assert status == 0, said
+        assert "added: new" in said
+
+        published.git("revert", "--no-edit", "HEAD")
+        published.commit()
+        for name in (CPU, CU130):
+            published.stamp(name, version=1)
+            published.pass_gate(name)
+        said = refusal(published, "--publish")
+        assert "a downgrade: version 1, but v2 is published" in said
+        card = contents(hub, "main")["README.md"]
+        assert published.release("--publish", "--rebuild-older")[0] == 0
+        assert contents(hub, "main")["README.md"] == card  # the newest version's
+
+    def test_an_older_commit(self, published, hub):
+        published.release("--publish")
+        published.git("reset", "--hard", "-q", "HEAD~1")
+        for name in (CPU, CU130):
+            published.stamp(name)
+            published.pass_gate(name)
+        assert "a downgrade: v1 holds" in refusal(published, "--publish")
+
+    def test_version_0(self, ready, hub):
+        ready.stamp(CPU, version=0)
+        ready.pass_gate()
+        assert "version 0; versions start with 1" in refusal(ready, "--publish")
+        ready.write("build.toml", (ready.root / "build.toml").read_text().replace("= 1", "= 0"))
+        ready.commit()
+        assert "general.version" in refusal(ready, "--publish")
+
+    def test_a_library_that_not_every_system_loads(self, ready, hub, tmp_path):
+        source, library = tmp_path / "new.c", ready.variant().library
+        source.write_text("#include <stdlib.h>\nunsigned f(void) { return arc4random(); }\n")
+        subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
+        ready.stamp(CPU)
+        ready.pass_gate()
+        said = refusal(ready, "--publish")
+        assert f"{CPU}: manylinux_2_28: needs arc4random of GLIBC_2.36" in said
+
+    def test_a_tampered_file(self, ready, hub):
+        ready.pass_gate()
+        (ready.build / CPU / "_ops.py").write_text("import os\n")
+        assert f"{CPU}: File hash mismatch for _ops.py" in refusal(ready, "--publish")
+
+    def test_a_branch_that_was_made_otherwise(self, ready, hub):
+        ready.pass_gate()
+        hub.store.add_folder("kernel", REPO_ID, "v1", ready.build / CPU, f"build/{CPU}")
+        assert "v1 was not made by `make release`" in refusal(ready, "--publish")
+
+    def test_all_problems_in_one_run(self, ready, hub):
+        ready.pass_gate(failed=("norms",))
+        ready.write("new.txt", "")
+        said = refusal(ready, "--publish")
+        assert "dirty" in said
+        assert "its gate failed" in said
+
+
+class TestVerify:
+    def test_what_was_published(self, published, hub):
+        status, said = published.release("verify", REPO_ID)
+        assert status == 0, said
+        assert f"{CPU}: " in said
+        assert published.release("verify", str(published.build / CPU))[0] == 1  # restamped since
+
+    @pytest.mark.parametrize("what", ["_ops.py", "library", "unknown.py", "metadata.json"])
+    def test_finds_a_tampered_file(self, ready, tmp_path, what):
+        ready.pass_gate()
+        store = tmp_path / "store"
+        assert ready.release("--to", str(store), "--publish")[0] == 0
+        assert ready.release("verify", str(store / "v1"))[0] == 0
+        folder = store / "v1" / "build" / CPU
+        path = ready.variant().library.name if what == "library" else what
+        with (folder / path).open("ab") as stream:
+            stream.write(b"\n")
+        status, said = ready.release("verify", str(store / "v1"))
+        assert status == 1
+        assert path in said
+
+    def test_finds_a_file_whose_digest_was_changed_with_it(self, ready, tmp_path):
+        ready.pass_gate()
+        assert ready.release("--to", str(tmp_path / "store"), "--publish")[0] == 0
+        ready.stamp(CPU, code="import os  # evil")
+        status, said = ready.release("verify", str(ready.build))
+        assert status == 1
+        assert "metadata.json is not that of the release of v1" in said
+
+    def test_a_repository_that_was_changed_behind_our_back(self, published, hub):
+        repository = hub.store.repository("kernel", REPO_ID)
+        good = repository.branches["v1"]
+        evil = hub.store.regular_entry(b"import os\n")
+        path = f"build/{CPU}/_ops.py"
+        hub.store.commit(repository, "v1", "evil", None, {path: evil}, [])
+        assert published.release("verify", f"{REPO_ID}@{good}")[0] == 0
+        status, said = published.release("verify", f"{REPO_ID}@v1")
+        assert status == 1
+        assert f"{CPU}: File hash mismatch for _ops.py" in said
+        gone = [p for p in repository.resolve("v1").tree if CU130 in p]
+        hub.store.commit(repository, "v1", "gone", None, {}, gone)
+        assert f"{CU130}: released, but missing" in published.release("verify", REPO_ID)[1]
