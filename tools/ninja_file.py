@@ -91,7 +91,7 @@ def make_plan(
                 steps.append(CompileStep(source, target, name, flags))
             elif source.endswith(".cu"):
                 gencode = [flag for arch in archs[name] for flag in arch.gencode_flags()]
-                flags = [*_CUDA_FLAGS, f"-std={cxx_standard()}", *defines, *includes]
+                flags = [*_cuda_flags(toolkit), f"-std={cxx_standard()}", *defines, *includes]
                 flags += gencode + kernel.cuda_flags
                 steps.append(CompileStep(source, target, name, flags, archs[name]))
     return BuildPlan(steps, build_dir / "library.so", _link_flags(toolkit), toolkit)
@@ -121,6 +121,12 @@ def _torch_steps(
         for source in config.torch.src
         if source.endswith(".cpp")
     ]
+
+
+def _cuda_flags(toolkit: CudaToolkit) -> list[str]:
+    """Device code compressed for size is a quarter as large; the driver unpacks it on first use."""
+    compresses = tuple(int(part) for part in toolkit.version.split(".")) >= (12, 8)
+    return [*_CUDA_FLAGS, *(["--compress-mode=size"] if compresses else [])]
 
 
 def _cuda_include(toolkit: CudaToolkit | None) -> list[str]:
