@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130  # what is compiled so far serves the next run
     return 0
 
 

@@ -89,6 +89,15 @@ def test_a_failed_compile_leaves_no_variant(project):
     assert project.variants() == []
 
 
+def test_a_failed_cuda_compile_shows_the_message(project):
+    project.replace("csrc/answer.cu", "x[threadIdx.x]", "y[threadIdx.x]")
+    result = project.build("--backend", "cuda")
+    assert result.returncode == 1
+    assert re.search(r"nvcc .*-c csrc/answer\.cu", result.stdout)
+    assert 'csrc/answer.cu(1): error: identifier "y" is undefined' in result.stdout
+    assert project.variants() == []
+
+
 def test_a_failed_check_leaves_no_variant(project):
     project.write("csrc/other.cpp", "int missing();\nint other() { return missing(); }\n")
     project.replace("csrc/answer.h", "int answer();", "int answer();\nint other();")
