@@ -7,8 +7,8 @@ enum class CpuIsa { kPlain, kAvx2, kAvx512, kAvx512Bf16, kAmxBf16 };
 
 const char* name_of(CpuIsa isa);
 
-/// The highest instruction set that this machine and its operating system offer, or the limit if
-/// that is lower.
+/// The highest instruction set that this machine and its operating system offer and that pays on
+/// it, or the limit if that is lower.
 CpuIsa cpu_isa();
 
 /// Keeps cpu_isa() at or below `highest`, so that tests reach every code path on one machine.

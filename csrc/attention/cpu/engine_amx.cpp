@@ -31,7 +31,7 @@ namespace cpu {
 namespace {
 
 constexpr TileEngine make_amx_engine() {
-    TileEngine engine = make_engine<Bf16Operand>("amx_bf16", gemm_amx, 64, 256, 64, 128);
+    TileEngine engine = make_engine<Bf16Operand>("amx_bf16", gemm_amx, 128, 512, 128, 128);
     engine.enter = enter_amx;
     engine.leave = leave_amx;
     return engine;

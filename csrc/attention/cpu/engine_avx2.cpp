@@ -27,7 +27,7 @@ namespace flash_attn_norm {
 namespace cpu {
 
 const TileEngine kAvx2Engine =
-    make_engine<FloatOperand<Avx2Simd>>("avx2", gemm_f32<Avx2Simd, 6, 2>, 64, 256, 64, 128);
+    make_engine<FloatOperand<Avx2Simd>>("avx2", gemm_f32<Avx2Simd, 6, 2>, 64, 128, 64, 128);
 
 }  // namespace cpu
 }  // namespace flash_attn_norm

@@ -29,7 +29,7 @@ namespace flash_attn_norm {
 namespace cpu {
 
 const TileEngine kAvx512Engine =
-    make_engine<FloatOperand<Avx512Simd>>("avx512", gemm_f32<Avx512Simd, 12, 2>, 64, 256, 64, 128);
+    make_engine<FloatOperand<Avx512Simd>>("avx512", gemm_f32<Avx512Simd, 12, 2>, 96, 256, 128, 128);
 
 }  // namespace cpu
 }  // namespace flash_attn_norm

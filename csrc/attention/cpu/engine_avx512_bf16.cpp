@@ -29,7 +29,7 @@ namespace flash_attn_norm {
 namespace cpu {
 
 const TileEngine kAvx512Bf16Engine =
-    make_engine<Bf16Operand>("avx512_bf16", gemm_bf16, 64, 256, 64, 128);
+    make_engine<Bf16Operand>("avx512_bf16", gemm_bf16, 64, 256, 128, 128);
 
 }  // namespace cpu
 }  // namespace flash_attn_norm

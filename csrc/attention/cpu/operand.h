@@ -13,6 +13,8 @@ struct FloatOperand {
     using Type = float;
     static constexpr int kPerWord = 1;  // operands in 32 bits
 
+    /// 2^x, as precise as the operand needs it.
+    static Vec exp2(Vec x) { return Simd::exp2(x); }
     static void store(float* p, Vec v) { Simd::store(p, v); }
     /// Columns col.. of both rows of a pair.
     static void store_pair(float* pair, int col, Vec row0, Vec row1) {

@@ -94,32 +94,34 @@ void pack_a(const TensorRows& src, void* a, int64_t lda) {
 /// The other forms go through a panel of rows in A form on the stack.
 template <class Operand>
 struct RowPanel {
-    static constexpr int64_t kLd = kMaxHeadDim;
-    alignas(64) typename Operand::Type rows[kPanel * kLd];
+    explicit RowPanel(int cols) : ld(round_up(cols, kPanel)) {}
+
+    const int64_t ld;
+    alignas(64) typename Operand::Type rows[kPanel * kMaxHeadDim];
 };
 
 template <class Operand>
 void pack_a_transposed(const TensorRows& src, void* a, int64_t lda) {
     using Type = typename Operand::Type;
-    RowPanel<Operand> panel;
-    const int cols_padded = static_cast<int>(round_up(src.cols, kPanel));
+    RowPanel<Operand> panel(src.cols);
+    const int cols_padded = static_cast<int>(panel.ld);
     for (int row = 0; row < src.rows; row += kPanel) {
-        load_rows<Operand>(src, row, panel.rows, panel.kLd);
-        Operand::transpose(panel.rows, panel.kLd, cols_padded, static_cast<Type*>(a) + row, lda);
+        load_rows<Operand>(src, row, panel.rows, panel.ld);
+        Operand::transpose(panel.rows, panel.ld, cols_padded, static_cast<Type*>(a) + row, lda);
     }
 }
 
 template <class Operand>
 void pack_b(const TensorRows& src, void* b, int64_t panel_stride) {
     using Type = typename Operand::Type;
-    RowPanel<Operand> panel;
+    RowPanel<Operand> panel(src.cols);
     for (int row = 0; row < src.rows; row += kPanel) {
-        load_rows<Operand>(src, row, panel.rows, panel.kLd);
+        load_rows<Operand>(src, row, panel.rows, panel.ld);
         Type* dst = static_cast<Type*>(b) + int64_t{row} * kPanel;
         for (int col = 0; col < src.cols; col += kPanel, dst += panel_stride) {
             for (int r = 0; r < kPanel; r += 2) {
-                const Type* rows = panel.rows + r * panel.kLd + col;
-                Operand::interleave_pair(rows, rows + panel.kLd, dst + r * kPanel);
+                const Type* rows = panel.rows + r * panel.ld + col;
+                Operand::interleave_pair(rows, rows + panel.ld, dst + r * kPanel);
             }
         }
     }
@@ -130,18 +132,17 @@ template <class Operand>
 void pack_b_transposed(const TensorRows& src, void* b, int64_t panel_stride) {
     using Simd = typename Operand::Simd;
     using Type = typename Operand::Type;
-    RowPanel<Operand> panel;
-    const int words = static_cast<int>(round_up(src.cols, kPanel)) / Operand::kPerWord;
+    RowPanel<Operand> panel(src.cols);
+    const int words = static_cast<int>(panel.ld) / Operand::kPerWord;
     const auto* rows = reinterpret_cast<const float*>(panel.rows);
-    constexpr int64_t kLdWords = RowPanel<Operand>::kLd / Operand::kPerWord;
     Type* dst = static_cast<Type*>(b);
     for (int row = 0; row < src.rows; row += kPanel, dst += panel_stride) {
-        load_rows<Operand>(src, row, panel.rows, panel.kLd);
+        load_rows<Operand>(src, row, panel.rows, panel.ld);
         auto* dst_words = reinterpret_cast<float*>(dst);
         for (int word = 0; word < words; word += Simd::kWidth) {
             for (int r = 0; r < kPanel; r += Simd::kWidth) {
-                Simd::transpose_words(rows + r * kLdWords + word, kLdWords,
-                                      dst_words + word * kPanel + r, kPanel);
+                Simd::transpose_words(rows + r * words + word, words, dst_words + word * kPanel + r,
+                                      kPanel);
             }
         }
     }
@@ -160,17 +161,18 @@ template <class Simd>
 void store_transposed(const float* src, int64_t ld, int rows, int cols, float scale, void* dst,
                       DType dtype, int64_t row_stride) {
     alignas(64) float block[kPanel * kMaxHeadDim];
+    const int64_t ld_block = round_up(rows, kPanel);
     char* out = static_cast<char*>(dst);
     for (int col = 0; col < cols; col += kPanel) {
         // src is padded: all of its panels are whole.
         for (int r = 0; r < rows; r += Simd::kWidth) {
             for (int c = 0; c < kPanel; c += Simd::kWidth) {
-                Simd::transpose_words(src + r * ld + col + c, ld, block + c * kMaxHeadDim + r,
-                                      kMaxHeadDim);
+                Simd::transpose_words(src + r * ld + col + c, ld, block + c * ld_block + r,
+                                      ld_block);
             }
         }
         const int count = cols - col < kPanel ? cols - col : kPanel;
-        store_rows<Simd>(block, kMaxHeadDim, count, rows, scale, nullptr, out, dtype, row_stride);
+        store_rows<Simd>(block, ld_block, count, rows, scale, nullptr, out, dtype, row_stride);
         out += count * row_stride * size_of(dtype);
     }
 }

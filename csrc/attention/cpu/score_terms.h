@@ -94,26 +94,56 @@ void prepare_scores(const ScoreTerms& terms, const ScoreTile& tile, float* softc
     }
 }
 
-/// Tiles begin at multiples of 16 in both directions, so that one Philox call serves four of them.
+/// Dropout::bits of one row for kPanel keys from `key` on: 16 calls, one per pair of keys 8 apart,
+/// side by side so that the compiler vectorizes them.
+struct DropoutBits {
+    static constexpr int kCalls = kPanel / 2;
+    uint32_t lane[4][kCalls];
+
+    DropoutBits(const Dropout& dropout, uint32_t row, uint32_t key) {
+        uint32_t* c0 = lane[0];
+        uint32_t* c1 = lane[1];
+        uint32_t* c2 = lane[2];
+        uint32_t* c3 = lane[3];
+        for (uint32_t i = 0; i < kCalls; ++i) {
+            c0[i] = ((row >> 4) << 3) | (row & 7u);
+            c1[i] = (key >> 1) + i;  // key is a multiple of kPanel
+            c2[i] = dropout.batch_head;
+            c3[i] = dropout.offset;
+        }
+        uint32_t k0 = dropout.key0, k1 = dropout.key1;
+        for (int round = 0; round < 10; ++round) {  // see philox_4x32_10
+            for (int i = 0; i < kCalls; ++i) {
+                const uint64_t product0 = uint64_t{0xD2511F53u} * c0[i];
+                const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2[i];
+                c0[i] = static_cast<uint32_t>(product1 >> 32) ^ c1[i] ^ k0;
+                c1[i] = static_cast<uint32_t>(product1);
+                c2[i] = static_cast<uint32_t>(product0 >> 32) ^ c3[i] ^ k1;
+                c3[i] = static_cast<uint32_t>(product0);
+            }
+            k0 += 0x9E3779B9u;
+            k1 += 0xBB67AE85u;
+        }
+    }
+};
+
+/// Tiles begin at multiples of kPanel in both directions.
 inline void dropout_factors(const ScoreTerms& terms, const ScoreTile& tile, float* keep) {
     const int keys_padded = static_cast<int>(round_up(tile.keys, kPanel));
-    const Dropout& dropout = terms.dropout;
+    const uint32_t drop_below = terms.dropout.drop_below;
     for (int r = 0; r < tile.rows; ++r) {
         if (r & 8) continue;
-        float* row = keep + r * tile.ld;
-        float* row_below = row + 8 * tile.ld;
-        for (int c = 0; c < keys_padded; c += 16) {
-            for (int i = 0; i < 8; ++i) {
-                const PhiloxOutput bits =
-                    dropout.bits(static_cast<uint32_t>(tile.row_begin + r),
-                                 static_cast<uint32_t>(tile.key_begin + c + i));
-                const auto factor = [&](int lane) {
-                    return bits.lane[lane] >= dropout.drop_below ? terms.keep_scale : 0.0f;
-                };
-                row[c + i] = factor(0);
-                row_below[c + i] = factor(1);
-                row[c + i + 8] = factor(2);
-                row_below[c + i + 8] = factor(3);
+        for (int c = 0; c < keys_padded; c += kPanel) {
+            const DropoutBits bits(terms.dropout, static_cast<uint32_t>(tile.row_begin + r),
+                                   static_cast<uint32_t>(tile.key_begin + c));
+            // Lanes: (row, key), (row + 8, key), (row, key + 8), (row + 8, key + 8).
+            for (int lane = 0; lane < 4; ++lane) {
+                float* factors = keep + (r + (lane & 1) * 8) * tile.ld + c + (lane >> 1) * 8;
+                const uint32_t* lane_bits = bits.lane[lane];
+                for (int i = 0; i < 8; ++i) {
+                    factors[i] = lane_bits[i] >= drop_below ? terms.keep_scale : 0.0f;
+                    factors[i + 16] = lane_bits[i + 8] >= drop_below ? terms.keep_scale : 0.0f;
+                }
             }
         }
     }

@@ -32,8 +32,8 @@ void softmax_update(const ScoreTile& tile, float scale_log2, const SoftmaxState&
         Vec sum0 = Simd::broadcast(0.0f);
         Vec sum1 = sum0;
         for (int c = 0; c < keys_padded; c += 2 * kWidth) {
-            Vec p0 = Simd::exp2(Simd::fma(Simd::load(scores + c), scale, minus_max));
-            Vec p1 = Simd::exp2(Simd::fma(Simd::load(scores + c + kWidth), scale, minus_max));
+            Vec p0 = Operand::exp2(Simd::fma(Simd::load(scores + c), scale, minus_max));
+            Vec p1 = Operand::exp2(Simd::fma(Simd::load(scores + c + kWidth), scale, minus_max));
             sum0 = Simd::add(sum0, p0);
             sum1 = Simd::add(sum1, p1);
             if (keep != nullptr) {
@@ -53,8 +53,9 @@ void softmax_update(const ScoreTile& tile, float scale_log2, const SoftmaxState&
 }
 
 /// One row of softmax_gradient.
-template <class Simd>
+template <class Operand>
 struct GradientRow {
+    using Simd = typename Operand::Simd;
     using Vec = typename Simd::Vec;
 
     const float* scores;
@@ -76,7 +77,7 @@ struct GradientRow {
 
     /// P and dS = P * (dP - delta) of the columns from c on.
     void compute(int c, Vec scale, Vec* prob, Vec* dscore) const {
-        Vec p = Simd::exp2(Simd::fma(Simd::load(scores + c), scale, minus_lse));
+        Vec p = Operand::exp2(Simd::fma(Simd::load(scores + c), scale, minus_lse));
         Vec dp = Simd::load(dprobs + c);
         Vec dropped = p;
         if (keep != nullptr) {
@@ -122,8 +123,8 @@ void softmax_gradient(const ScoreTile& tile, float scale_log2, const GradientTil
             continue;
         }
         const bool has_second = r + 1 < tile.rows;
-        const GradientRow<Simd> row0(tile, gradient, r);
-        const GradientRow<Simd> row1(tile, gradient, has_second ? r + 1 : r);
+        const GradientRow<Operand> row0(tile, gradient, r);
+        const GradientRow<Operand> row1(tile, gradient, has_second ? r + 1 : r);
         for (int c = 0; c < keys_padded; c += Simd::kWidth) {
             Vec p0, p1, ds0, ds1;
             row0.compute(c, scale, &p0, &ds0);
