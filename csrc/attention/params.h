@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/host_device.h"
 
 namespace flash_attn_norm {
 
@@ -64,8 +65,8 @@ struct AttentionProblem {
     BiasStrides attn_bias_strides;  // packed: no batch stride; row counts packed rows
     int64_t bias_columns = 0;       // keys that attn_bias covers; at least the longest seqlen_k
 
-    bool is_packed() const { return cu_seqlens_q != nullptr; }
-    int group_size() const { return num_heads_q / num_heads_kv; }
+    FAN_HOST_DEVICE bool is_packed() const { return cu_seqlens_q != nullptr; }
+    FAN_HOST_DEVICE int group_size() const { return num_heads_q / num_heads_kv; }
 };
 
 struct AttentionFwdParams {

@@ -1,0 +1,121 @@
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "attention/attention.h"
+#include "attention/bwd_passes.h"
+#include "attention/sm80/launch.h"
+#include "common/check.h"
+#include "common/dispatch.h"
+
+namespace flash_attn_norm {
+
+namespace {
+
+sm80::DeviceLimits device_limits() {
+    int device = 0, major = 0, minor = 0;
+    sm80::DeviceLimits limits;
+    const auto attribute = [&](int& value, cudaDeviceAttr name) {
+        FAN_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
+    };
+    FAN_CUDA_CHECK(cudaGetDevice(&device));
+    attribute(major, cudaDevAttrComputeCapabilityMajor);
+    attribute(minor, cudaDevAttrComputeCapabilityMinor);
+    if (major < 8) {
+        throw std::invalid_argument("attention on CUDA device " + std::to_string(device) +
+                                    " of compute capability " + std::to_string(major) + "." +
+                                    std::to_string(minor) +
+                                    " is not supported; it needs capability 8.0 or later");
+    }
+    attribute(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    attribute(limits.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    attribute(limits.num_sms, cudaDevAttrMultiProcessorCount);
+    return limits;
+}
+
+/// Calls fn(head dim of q and k, head dim of v) with the smallest size class that holds both.
+template <class Fn>
+void with_size_class(const AttentionProblem& problem, Fn&& fn) {
+    if (problem.head_dim % 8 != 0 || problem.head_dim_v % 8 != 0) {
+        throw std::invalid_argument("head_dim = " + std::to_string(problem.head_dim) +
+                                    " and head_dim_v = " + std::to_string(problem.head_dim_v) +
+                                    " must be multiples of 8 here; pad them");
+    }
+    const int head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
+    if (head_dim > 128 && head_dim <= 192 && head_dim_v <= 128) {
+        return fn(std::integral_constant<int, 192>{}, std::integral_constant<int, 128>{});
+    }
+    const int larger = std::max(head_dim, head_dim_v);
+    const int size_class = larger <= 64    ? 64
+                           : larger <= 96  ? 96
+                           : larger <= 128 ? 128
+                           : larger <= 192 ? 192
+                           : larger <= 256 ? 256
+                                           : 512;
+    if (larger > 512) {
+        throw std::invalid_argument("head_dim = " + std::to_string(larger) +
+                                    " is not supported; the largest is 512");
+    }
+    dispatch_int<64, 96, 128, 192, 256, 512>("head_dim", size_class,
+                                             [&](auto head) { fn(head, head); });
+}
+
+/// Calls fn(head dim, head dim of v, small) with the size class and the tiles that fit the device.
+template <class Fn>
+void with_bwd_class(const AttentionProblem& problem, const sm80::DeviceLimits& device, Fn&& fn) {
+    with_size_class(problem, [&](auto head_dim, auto head_dim_v) {
+        // Up to head dim 64 one set of tiles fits all cards.
+        if constexpr (head_dim.value == 64) {
+            fn(head_dim, head_dim_v, std::false_type{});
+        } else {
+            dispatch_bool(device.shared_per_block < sm80::kLargeShared,
+                          [&](auto small) { fn(head_dim, head_dim_v, small); });
+        }
+    });
+}
+
+BwdPlan plan_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& device) {
+    BwdPlan plan;
+    with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
+        plan = sm80::plan_bwd<head_dim.value, head_dim_v.value, small.value>(params, device);
+    });
+    return plan;
+}
+
+}  // namespace
+
+namespace cuda {
+
+int64_t attention_fwd_workspace_bytes(const AttentionFwdParams&) {
+    return 0;
+}
+
+void attention_fwd(const AttentionFwdParams& params, void* stream) {
+    const sm80::DeviceLimits device = device_limits();
+    with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
+        sm80::launch_fwd<head_dim.value, head_dim_v.value>(params, device,
+                                                           static_cast<cudaStream_t>(stream));
+    });
+}
+
+int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params) {
+    return plan_bwd(params, device_limits()).carve(params).total_bytes;
+}
+
+void attention_bwd(const AttentionBwdParams& params, void* stream) {
+    const sm80::DeviceLimits device = device_limits();
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    const BwdPlan plan = plan_bwd(params, device);
+    bwd_preprocess(params, plan, cuda_stream);
+    with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
+        sm80::launch_bwd<head_dim.value, head_dim_v.value, small.value>(params, plan, device,
+                                                                        cuda_stream);
+    });
+    bwd_postprocess(params, plan, cuda_stream);
+}
+
+}  // namespace cuda
+
+}  // namespace flash_attn_norm

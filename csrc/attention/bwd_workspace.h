@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "attention/tile_scheduler.h"
+
+namespace flash_attn_norm {
+
+/// How a tile of fp32 sums lies in memory: in the order of the main kernel's registers, so that
+/// each warp adds 128 contiguous bytes at a time. Entry i of thread t is at i * threads + t.
+struct AccumulatorLayout {
+    int rows = 0;
+    int columns = 0;
+    int threads = 0;
+    int warps_rows = 0;     // warp w holds row group w % warps_rows, column group w / warps_rows
+    int tiles_rows = 0;     // tiles of 16 rows of a warp
+    int tiles_columns = 0;  // tiles of 8 columns of a warp
+
+    FAN_HOST_DEVICE int64_t entries() const { return int64_t{rows} * columns; }
+};
+
+/// Parts of AttentionBwdParams::workspace. Rows come in slots of BlockSlots, padded to whole
+/// blocks.
+struct BwdWorkspace {
+    int* counters = nullptr;    // zeroed before the main kernel: ticket, dq_turn, bias_turn
+    int* dq_turn = nullptr;     // [num_heads_q, query slots] contributions added (deterministic)
+    int* bias_turn = nullptr;   // [1 | num_heads_q, query slots or blocks, key blocks] likewise
+    float* lse_log2 = nullptr;  // [num_heads_q, query slots, block_m], +inf: the row has no weight
+    float* delta = nullptr;     // like lse_log2: sum of dout * out, less dsoftmax_lse
+    float* sink_parts = nullptr;  // [num_heads_q, query slots] (ds_aux wanted)
+    float* bias_parts = nullptr;  // [num_heads_q, total_k]: sums over rows (a bias without rows)
+    float* dq_accum = nullptr;    // [num_heads_q, query slots, block_m * head dim class]
+    float* dk_accum = nullptr;    // [num_heads_kv, key slots, ...] (head split)
+    float* dv_accum = nullptr;
+    int64_t counter_bytes = 0;
+    int64_t accum_bytes = 0;  // of dk_accum and dv_accum together
+    int64_t total_bytes = 0;
+};
+
+/// How the backward pass is cut, as the kernels of one size class want it.
+struct BwdPlan {
+    AccumulatorLayout dq, dk, dv;
+    int block_m = 0;
+    int block_n = 0;
+    int head_splits = 1;  // CTAs that share the query heads of one K/V head
+
+    BwdWorkspace carve(const AttentionBwdParams& params) const;
+};
+
+/// Whether several CTAs add to one entry of dattn_bias.
+FAN_HOST_DEVICE bool bias_gradient_is_shared(const AttentionBwdParams& params) {
+    const BiasStrides& strides = params.dattn_bias_strides;
+    const AttentionProblem& problem = params.problem;
+    const bool over_batch = !problem.is_packed() && strides.batch == 0 && problem.batch_size > 1;
+    const bool over_heads = strides.head == 0 && problem.num_heads_q > 1;
+    return over_batch || over_heads;
+}
+
+}  // namespace flash_attn_norm

@@ -1,0 +1,199 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/dropout.h"
+#include "attention/element.cuh"
+#include "attention/mask.h"
+#include "attention/online_softmax.cuh"
+#include "attention/seqlens.h"
+
+namespace flash_attn_norm {
+
+/// Calls fn(score, row, key) for every entry of a warp's accumulator tile; `row` and `key` are
+/// those of this lane's first entry.
+template <int kTilesM, int kTilesN, class Fn>
+__device__ __forceinline__ void for_each_score(float (&acc_s)[kTilesM][kTilesN][4], int row,
+                                               int key, Fn&& fn) {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                fn(acc_s[m][n][e], row + 16 * m + 8 * (e >> 1), key + 8 * n + (e & 1));
+            }
+        }
+    }
+}
+
+/// A Mask in 32 bits, for the tests per score: row i sees keys j with i + left <= j < min(i +
+/// right, seqlen_k). Bounds beyond the sequence are cut to its ends, which changes no row's keys.
+struct RowBounds {
+    int left = 0;
+    int right = 0;
+    int seqlen_k = 0;
+
+    __device__ static RowBounds make(const Mask& mask) {
+        RowBounds bounds;
+        const int64_t left = mask.shift() - mask.window_left;
+        const int64_t right = mask.shift() + mask.window_right + 1;
+        const int64_t far_left = -mask.seqlen_q;
+        bounds.seqlen_k = static_cast<int>(mask.seqlen_k);
+        bounds.left = static_cast<int>(mask.window_left < 0 || left < far_left ? far_left
+                                       : left > mask.seqlen_k                  ? mask.seqlen_k
+                                                                               : left);
+        bounds.right =
+            static_cast<int>(mask.window_right < 0 || right > mask.seqlen_k ? mask.seqlen_k
+                             : right < far_left                             ? far_left
+                                                                            : right);
+        return bounds;
+    }
+};
+
+/// Sets the scores of keys that their row does not see to -inf.
+template <int kTilesM, int kTilesN>
+__device__ __forceinline__ void apply_mask(float (&acc_s)[kTilesM][kTilesN][4], int row, int key,
+                                           const RowBounds& bounds) {
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int i = row + 16 * m + 8 * r;
+            const int begin = i + bounds.left - key;
+            const int end = min(i + bounds.right, bounds.seqlen_k) - key;
+#pragma unroll
+            for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = 8 * n + e;
+                    if (column < begin || column >= end) {
+                        acc_s[m][n][2 * r + e] = negative_infinity();
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// What is done to q . k before the softmax: see AttentionProblem. Row and key count inside the
+/// sequence.
+struct ScoreTerms {
+    float softmax_scale = 1.0f;
+    float softcap = 0.0f;
+    float alibi_slope = 0.0f;
+    bool has_alibi = false;
+    int shift = 0;               // seqlen_k - seqlen_q
+    const void* bias = nullptr;  // entry (row 0, key 0)
+    DType bias_dtype = DType::kFloat32;
+    int64_t bias_row_stride = 0;
+    int bias_rows = 0;     // a tile may be larger than the bias
+    int bias_columns = 0;  // keys past it have no bias
+
+    __device__ static ScoreTerms make(const AttentionProblem& problem, const SeqlenInfo& info,
+                                      int64_t batch, int head) {
+        ScoreTerms terms;
+        terms.softmax_scale = problem.softmax_scale;
+        terms.softcap = problem.softcap;
+        terms.shift = static_cast<int>(info.seqlen_k - info.seqlen_q);
+        terms.has_alibi = problem.alibi_slopes != nullptr;
+        if (terms.has_alibi && batch < problem.batch_size) {
+            terms.alibi_slope = problem.alibi_slopes[batch * problem.alibi_batch_stride + head];
+        }
+        if (problem.attn_bias != nullptr) {
+            const BiasStrides& strides = problem.attn_bias_strides;
+            const int64_t offset =
+                info.batch * strides.batch + head * strides.head + info.row_q * strides.row;
+            const int64_t columns =
+                info.seqlen_k < problem.bias_columns ? info.seqlen_k : problem.bias_columns;
+            terms.bias_dtype = problem.attn_bias_dtype;
+            terms.bias = static_cast<const char*>(problem.attn_bias) +
+                         offset * (terms.bias_dtype == DType::kFloat32 ? 4 : 2);
+            terms.bias_row_stride = strides.row;
+            terms.bias_rows = static_cast<int>(info.seqlen_q);
+            terms.bias_columns = static_cast<int>(columns);
+        }
+        return terms;
+    }
+
+    /// False: the scores stay q . k, and the softmax applies the scale. A scale that is not
+    /// positive would turn the order of the scores around and the mask's -inf into +inf or NaN.
+    __device__ bool transforms() const {
+        return softcap > 0.0f || has_alibi || bias != nullptr || !(softmax_scale > 0.0f);
+    }
+
+    /// tanh(softmax_scale * dot / softcap), by the exponential: tanh.approx is good for 2^-11 only,
+    /// too little for the LSE.
+    __device__ __forceinline__ float squashed(float dot) const {
+        const float x = dot * (softmax_scale / softcap);
+        return 1.0f - 2.0f * ptx::rcp_approx(1.0f + ptx::ex2_approx(2.0f * kLog2E * x));
+    }
+
+    __device__ __forceinline__ float alibi(int row, int key) const {
+        return -alibi_slope * fabsf(static_cast<float>(row + shift - key));
+    }
+
+    __device__ __forceinline__ float bias_at(int row, int key) const {
+        if (row >= bias_rows || key >= bias_columns) return 0.0f;
+        return load_as_float(bias, bias_dtype, row * bias_row_stride + key);
+    }
+
+    /// q . k -> score in natural units, for a whole tile.
+    template <int kTilesM, int kTilesN>
+    __device__ __forceinline__ void apply(float (&acc_s)[kTilesM][kTilesN][4], int row,
+                                          int key) const {
+        if (softcap > 0.0f) {
+            for_each_score(acc_s, row, key,
+                           [&](float& score, int, int) { score = softcap * squashed(score); });
+        } else {
+            for_each_score(acc_s, row, key,
+                           [&](float& score, int, int) { score *= softmax_scale; });
+        }
+        if (has_alibi) {
+            for_each_score(acc_s, row, key,
+                           [&](float& score, int i, int j) { score += alibi(i, j); });
+        }
+        if (bias != nullptr) {
+            for_each_score(acc_s, row, key,
+                           [&](float& score, int i, int j) { score += bias_at(i, j); });
+        }
+    }
+
+    /// The same for one entry; slope = d score / d (softmax_scale * dot).
+    __device__ __forceinline__ float score(float dot, int row, int key, float& slope) const {
+        float value = softmax_scale * dot;
+        slope = 1.0f;
+        if (softcap > 0.0f) {
+            const float t = squashed(dot);
+            value = softcap * t;
+            slope = fmaf(-t, t, 1.0f);
+        }
+        if (has_alibi) value += alibi(row, key);
+        if (bias != nullptr) value += bias_at(row, key);
+        return value;
+    }
+};
+
+/// Calls fn(entry, keep) for every entry of a warp's accumulator tile.
+template <int kTilesM, int kTilesN, class Fn>
+__device__ __forceinline__ void for_each_dropout(float (&acc)[kTilesM][kTilesN][4], int row,
+                                                 int key, const Dropout& dropout, Fn&& fn) {
+    static_assert(kTilesN % 2 == 0, "a Philox call serves columns key and key + 8");
+#pragma unroll
+    for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; n += 2) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const PhiloxOutput bits = dropout.bits(static_cast<uint32_t>(row + 16 * m),
+                                                       static_cast<uint32_t>(key + 8 * n + e));
+                fn(acc[m][n][e], bits.lane[0] >= dropout.drop_below);
+                fn(acc[m][n][2 + e], bits.lane[1] >= dropout.drop_below);
+                fn(acc[m][n + 1][e], bits.lane[2] >= dropout.drop_below);
+                fn(acc[m][n + 1][2 + e], bits.lane[3] >= dropout.drop_below);
+            }
+        }
+    }
+}
+
+}  // namespace flash_attn_norm

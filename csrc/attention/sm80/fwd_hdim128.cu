@@ -1,0 +1,9 @@
+#include "attention/sm80/fwd_launch.cuh"
+
+namespace flash_attn_norm {
+namespace sm80 {
+
+template void launch_fwd<128, 128>(const AttentionFwdParams&, const DeviceLimits&, cudaStream_t);
+
+}  // namespace sm80
+}  // namespace flash_attn_norm

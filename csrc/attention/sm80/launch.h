@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "attention/bwd_workspace.h"
+#include "attention/params.h"
+
+namespace flash_attn_norm {
+namespace sm80 {
+
+/// What a launcher needs to know of the current device.
+struct DeviceLimits {
+    int shared_per_block = 0;  // bytes, opted in
+    int shared_per_sm = 0;
+    int num_sms = 0;
+};
+
+constexpr int kReservedShared = 1024;  // bytes of each CTA that CUDA keeps for itself
+
+inline unsigned grid_size(int64_t ctas) {
+    if (ctas > 2147483647) {
+        throw std::invalid_argument(
+            "attention needs " + std::to_string(ctas) +
+            " blocks for this many rows and heads, more than the 2147483647 "
+            "that one launch may have; split the batch");
+    }
+    return static_cast<unsigned>(ctas);
+}
+
+/// False when the scores are softmax_scale * q . k and nothing is dropped: masks alone do not need
+/// the kernels that hold the code of all terms.
+inline bool needs_general_kernel(const AttentionProblem& problem) {
+    return problem.softcap > 0.0f || problem.alibi_slopes != nullptr ||
+           problem.attn_bias != nullptr || problem.dropout_p > 0.0f ||
+           !(problem.softmax_scale > 0.0f);
+}
+
+/// One definition per size class, in fwd_hdim*.cu and bwd_hdim*.cu.
+template <int kHeadDim, int kHeadDimV>
+void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream);
+
+/// CTAs that share the query heads of a K/V head: the fewest that divide the group and give at
+/// least `wanted` CTAs; all of the group if that is still too few.
+inline int head_splits(int group_size, int64_t ctas, int64_t wanted) {
+    for (int splits = 1; splits < group_size; ++splits) {
+        if (group_size % splits == 0 && ctas * splits >= wanted) return splits;
+    }
+    return group_size;
+}
+
+/// kSmall: the tiles for cards with less than kLargeShared bytes of shared memory per block.
+constexpr int kLargeShared = 163 * 1024;
+
+template <int kHeadDim, int kHeadDimV, bool kSmall>
+BwdPlan plan_bwd(const AttentionBwdParams& params, const DeviceLimits& device);
+template <int kHeadDim, int kHeadDimV, bool kSmall>
+void launch_bwd(const AttentionBwdParams& params, const BwdPlan& plan, const DeviceLimits& device,
+                cudaStream_t stream);
+
+}  // namespace sm80
+}  // namespace flash_attn_norm

@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace flash_attn_norm {
+namespace sm80 {
+
+/// Shared-memory tiles are row-major with rows of the columns and 8 more (16 bytes), so that eight
+/// rows of one 16-byte column, which ldmatrix reads at once, lie in eight different bank groups;
+/// and every fragment's address is one register plus a constant.
+FAN_HOST_DEVICE constexpr int pitch_of(int columns) {
+    return columns + 8;
+}
+
+/// The forward pass: key and value tiles of one stage follow those of the other.
+template <class Config>
+struct FwdSharedStorage {
+    alignas(16) uint16_t q[Config::kBlockM * Config::kPitch];  // the output tile at the end
+    struct Stage {
+        uint16_t k[Config::kBlockN * Config::kPitch];
+        uint16_t v[Config::kBlockN * Config::kPitchV];
+    };
+    Stage stages[1];  // and a second one behind it where the card has room
+
+    static constexpr int bytes(int num_stages) {
+        return static_cast<int>(sizeof(FwdSharedStorage) + (num_stages - 1) * sizeof(Stage));
+    }
+};
+
+/// The backward pass. Behind it lie the Q tiles, then the dO tiles, one or two of each: as many as
+/// the card has room for.
+template <class Config>
+struct BwdSharedStorage {
+    alignas(16) uint16_t k[Config::kBlockN * Config::kPitch];   // the dK tile at the end
+    alignas(16) uint16_t v[Config::kBlockN * Config::kPitchV];  // the dV tile at the end
+    alignas(16) uint16_t p[Config::kBlockM * Config::kPitchS];
+    alignas(16) uint16_t ds[Config::kBlockM * Config::kPitchS];
+    alignas(16) float lse_log2[2][Config::kBlockM];
+    alignas(16) float delta[2][Config::kBlockM];
+    float bias_sum[Config::kWarpsSM][Config::kBlockN];  // of a bias without rows
+    int64_t tile_index;                                 // drawn by one thread, read by all
+
+    static constexpr int kQBytes = Config::kBlockM * Config::kPitch * 2;
+    static constexpr int kDoutBytes = Config::kBlockM * Config::kPitchV * 2;
+
+    FAN_HOST_DEVICE static constexpr int fixed_bytes() {
+        return (static_cast<int>(sizeof(BwdSharedStorage)) + 15) / 16 * 16;
+    }
+    static constexpr int bytes(int q_stages, int dout_stages) {
+        return fixed_bytes() + q_stages * kQBytes + dout_stages * kDoutBytes;
+    }
+};
+
+}  // namespace sm80
+}  // namespace flash_attn_norm

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <cstdint>
+
+namespace flash_attn_norm {
+namespace ptx {
+
+/// %cluster_ctarank (sm_90): this CTA's place in its cluster.
+__device__ __forceinline__ uint32_t cluster_cta_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+    return rank;
+}
+
+/// %cluster_nctarank (sm_90): how many CTAs the cluster has.
+__device__ __forceinline__ uint32_t cluster_num_ctas() {
+    uint32_t count;
+    asm("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(count));
+    return count;
+}
+
+/// barrier.cluster.arrive.release (sm_90).
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+}
+
+/// barrier.cluster.wait.acquire (sm_90).
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+
+/// mapa.shared::cluster (sm_90): where CTA `rank` of the cluster has what this CTA has at
+/// `shared_address`.
+__device__ __forceinline__ uint32_t mapa(uint32_t shared_address, uint32_t rank) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(remote) : "r"(shared_address), "r"(rank));
+    return remote;
+}
+
+/// st.async (sm_90): stores a float in another CTA's shared memory and counts its 4 bytes on the
+/// barrier there. Both addresses come from mapa.
+__device__ __forceinline__ void st_async(uint32_t remote_address, float value,
+                                         uint32_t remote_barrier) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];\n" ::"r"(
+            remote_address),
+        "f"(value), "r"(remote_barrier)
+        : "memory");
+}
+
+}  // namespace ptx
+}  // namespace flash_attn_norm

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+
+namespace flash_attn_norm {
+namespace ptx {
+
+/// mbarrier.init: a barrier whose phases complete after `count` arrivals.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
+}
+
+/// fence.mbarrier_init.release.cluster (sm_90): makes initialized barriers known to the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory");
+}
+
+/// mbarrier.arrive.expect_tx (sm_90): one arrival, and the phase waits for `bytes` more to come.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier),
+                 "r"(bytes)
+                 : "memory");
+}
+
+/// mbarrier.try_wait.parity (sm_90): true once the phase of this parity has completed. May suspend
+/// the thread for a bounded time first, so callers loop. Acquires what the cluster released.
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "  selp.u32 %0, 1, 0, p;\n"
+        "}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+}  // namespace ptx
+}  // namespace flash_attn_norm
