@@ -144,7 +144,7 @@ def build_variant(
         print(f"{variant}: {len(plan.steps)} sources, ops {name}", flush=True)
         _compile(plan, build_dir, options)
         if not options.skip_checks:
-            check_build(plan, options.toolkit_dir)
+            check_build(plan, options.root, options.toolkit_dir)
         all_archs = sorted({arch for section in archs.values() for arch in section})
         staged = build_dir / "staged"
         shutil.rmtree(staged, ignore_errors=True)

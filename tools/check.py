@@ -10,11 +10,11 @@ from .cuda_toolkit import get_cuobjdump
 from .errors import BuildError
 from .ninja_file import BuildPlan
 
-SPILLS = Path(__file__).parent / "spills.toml"
+SPILLS = Path("tools") / "spills.toml"
 
 
-def check_build(plan: BuildPlan, toolkit_folder: Path) -> None:
-    """Checks the compiled objects and the library.
+def check_build(plan: BuildPlan, root: Path, toolkit_folder: Path) -> None:
+    """Checks the compiled objects and the library of the project in `root`.
 
     Raises:
         BuildError: naming everything that is wrong.
@@ -24,7 +24,9 @@ def check_build(plan: BuildPlan, toolkit_folder: Path) -> None:
     if any(step.is_cuda for step in plan.steps):
         for warning in warnings_of(plan):
             print(warning, flush=True)
-        problems += check_cuda(plan, get_cuobjdump(toolkit_folder), read_allowed_spills(SPILLS))
+        problems += check_cuda(
+            plan, get_cuobjdump(toolkit_folder), read_allowed_spills(root / SPILLS)
+        )
         checked += ["embedded architectures", "register spills", "ptxas advice"]
     if problems:
         raise BuildError("the checks found:\n" + "\n".join(f"  {problem}" for problem in problems))

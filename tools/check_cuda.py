@@ -45,6 +45,9 @@ _ADVICE = re.compile(r"\bC75\d\d\b")
 
 
 def read_allowed_spills(path: Path) -> list[AllowedSpill]:
+    """The entries of a spills.toml; none when there is no such file."""
+    if not path.is_file():
+        return []
     try:
         entries = tomllib.loads(path.read_text()).get("spill", [])
         return [AllowedSpill.model_validate(entry) for entry in entries]
