@@ -7,11 +7,11 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import jinja2
 import pytest
 
 from tests.packaging.conftest import ROOT
 from tools.build_toml import read_build_toml
+from tools.card import render_card
 
 PACKAGE = ROOT / "torch-ext" / "flash_attn_norm"
 CONFIG = read_build_toml(ROOT)
@@ -111,22 +111,9 @@ def test_torch_ext_includes_stable_headers_only():
     assert [header for header in sorted(included) if not allowed.match(header)] == []
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def card() -> str:
-    """CARD.md as kernel-builder renders it."""
-    names = literal_all(PACKAGE / "__init__.py")
-    layers = ast.parse((PACKAGE / "layers.py").read_text()).body
-    environment = jinja2.Environment(trim_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string((ROOT / "CARD.md").read_text()).render(
-        repo_id=CONFIG.general.hub.repo_id,
-        version=CONFIG.general.version,
-        functions=[name for name in names if name != "layers"],
-        layers=[node.name for node in layers if isinstance(node, ast.ClassDef)],
-        has_benchmark=(ROOT / "benchmarks" / "benchmark.py").exists(),
-        upstream=CONFIG.general.upstream,
-        source=CONFIG.general.source,
-        license=CONFIG.general.license.lower(),
-    )
+    return render_card(ROOT, CONFIG)
 
 
 def test_the_card_names_the_whole_api(card):
