@@ -1,4 +1,4 @@
-"""Bad input: an error that names the argument, its value and what is allowed, before a kernel runs."""
+"""Bad input: an error that names the argument, its value and what is allowed; no kernel runs."""
 
 import math
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from errors import assert_same_bits, assert_zero
+from errors import assert_same_bits, assert_within, assert_zero
 
 from .comparison import (
     check,
@@ -66,9 +66,11 @@ def test_equals_dense_attention_of_each_sequence(kernel, place):
             causal=True,
             deterministic=True,
         )
+        # Two roundings, since work may be split over the threads in another way
         for name in ("out", "dq", "dk", "dv"):
-            assert_same_bits(name, packed[name][rows], alone[name][0])
-        assert_same_bits("softmax_lse", packed["softmax_lse"][:, rows], alone["softmax_lse"][0])
+            unit = torch.finfo(place["dtype"]).eps * max(1, alone[name].abs().max().item())
+            assert_within(name, packed[name][rows], alone[name][0], 4 * unit)
+        assert_within("lse", packed["softmax_lse"][:, rows], alone["softmax_lse"][0], 1e-5)
         begin += length
 
 

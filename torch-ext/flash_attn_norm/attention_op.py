@@ -64,7 +64,7 @@ def attention(
         )
     if softmax_scale is None:
         # A tensor without dimensions or without a head_dim goes on to the op, which refuses it.
-        softmax_scale = (q.shape[-1] or 1) ** -0.5 if q.dim() > 0 else 1.0
+        softmax_scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     # Drawn here, so that capture, compile and checkpointing treat it as torch's own randomness.
     rng_state = draw_rng_state(q) if dropout_p > 0 else None
     return ops.attention_fwd(

@@ -1,0 +1,178 @@
+"""FlashAttention-2's private functions: names, signatures, results."""
+
+import inspect
+
+import pytest
+import torch
+from errors import assert_same_bits, assert_within, assert_zero, poisoned_memory
+
+from .comparison import make_inputs, make_packed, random_dout, run_ours
+
+DENSE_FORWARD = (
+    "q k v dropout_p softmax_scale causal window_size_left window_size_right softcap "
+    "alibi_slopes return_softmax"
+)
+DENSE_BACKWARD = (
+    "dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal window_size_left "
+    "window_size_right softcap alibi_slopes deterministic rng_state"
+)
+VARLEN_FORWARD = (
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k dropout_p softmax_scale causal "
+    "window_size_left window_size_right softcap alibi_slopes return_softmax block_table leftpad_k "
+    "seqused_k zero_tensors"
+)
+VARLEN_BACKWARD = (
+    "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+    "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes "
+    "deterministic rng_state zero_tensors"
+)
+SIGNATURES = {
+    "_flash_attn_forward": DENSE_FORWARD,
+    "_flash_attn_backward": DENSE_BACKWARD,
+    "_flash_attn_varlen_forward": VARLEN_FORWARD,
+    "_flash_attn_varlen_backward": VARLEN_BACKWARD,
+    "_wrapped_flash_attn_forward": DENSE_FORWARD,
+    "_wrapped_flash_attn_backward": DENSE_BACKWARD,
+}
+PUBLIC = (
+    "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
+    "return_attn_probs s_aux attn_bias return_softmax_lse"
+)
+LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+PUBLIC_SIGNATURES = {
+    "flash_attn_func": f"q k v {PUBLIC}",
+    "flash_attn_qkvpacked_func": f"qkv {PUBLIC}",
+    "flash_attn_kvpacked_func": f"q kv {PUBLIC}",
+    "flash_attn_varlen_func": f"q k v {LENGTHS} {PUBLIC}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {PUBLIC}",
+    "flash_attn_varlen_kvpacked_func": f"q kv {LENGTHS} {PUBLIC}",
+}
+KEYWORD_ONLY = {"s_aux", "attn_bias", "return_softmax_lse"}
+SCALE = 0.125
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_private_signature(kernel, name):
+    assert name not in kernel.__all__
+    assert list(inspect.signature(getattr(kernel, name)).parameters) == SIGNATURES[name].split()
+
+
+@pytest.mark.parametrize("name", PUBLIC_SIGNATURES)
+def test_public_signature(kernel, name):
+    assert name in kernel.__all__
+    parameters = inspect.signature(getattr(kernel, name)).parameters
+    assert list(parameters) == PUBLIC_SIGNATURES[name].split()
+    for parameter in parameters.values():
+        keyword_only = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        assert keyword_only == (parameter.name in KEYWORD_ONLY), parameter.name
+    defaults = {n: p.default for n, p in parameters.items()}
+    assert defaults["dropout_p"] == 0.0
+    assert defaults["softmax_scale"] is None
+    assert defaults["causal"] is False
+    assert defaults["window_size"] == (-1, -1)
+    assert defaults["softcap"] == 0.0
+    assert defaults["deterministic"] is False
+    assert defaults["return_attn_probs"] is False
+
+
+def forward(kernel, inputs, dropout_p=0.0):
+    function = kernel._wrapped_flash_attn_forward
+    return function(**inputs, dropout_p=dropout_p, softmax_scale=SCALE, causal=True,
+                    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+                    return_softmax=False)  # fmt: skip
+
+
+def test_forward(kernel, bf16_place):
+    inputs = make_inputs(bf16_place, 2, 33, 70)
+    ours = run_ours(kernel, inputs, softmax_scale=SCALE, causal=True)
+    out, lse, s_dmask, rng_state = forward(kernel, inputs)
+    assert_same_bits("out", out, ours["out"])
+    assert_same_bits("softmax_lse", lse, ours["softmax_lse"])
+    assert s_dmask.shape == (0,)
+    assert rng_state.shape == (2,)
+    assert rng_state.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+def test_backward_fills_the_given_tensors(kernel, bf16_place, dropout_p):
+    inputs = make_inputs(bf16_place, 2, 33, 70)
+    dout = random_dout(inputs)
+    torch.manual_seed(7)
+    ours = run_ours(
+        kernel, inputs, dout, softmax_scale=SCALE, causal=True, dropout_p=dropout_p,
+        deterministic=True,
+    )  # fmt: skip
+    torch.manual_seed(7)
+    out, lse, _, rng_state = forward(kernel, inputs, dropout_p)
+    with poisoned_memory():
+        grads = {f"d{name}": torch.empty_like(tensor) for name, tensor in inputs.items()}
+        softmax_d = kernel._wrapped_flash_attn_backward(
+            dout, **inputs, out=out, softmax_lse=lse, **grads, dropout_p=dropout_p,
+            softmax_scale=SCALE, causal=True, window_size_left=-1, window_size_right=-1,
+            softcap=0.0, alibi_slopes=None, deterministic=True, rng_state=rng_state,
+        )  # fmt: skip
+    for name, gradient in grads.items():
+        assert_same_bits(name, gradient, ours[name])
+    delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
+    assert softmax_d.shape == (2, 4, 128)
+    assert_within("softmax_d", softmax_d[..., :33], delta, 1e-4)
+    assert_zero("softmax_d", softmax_d[..., 33:])
+
+
+def test_packed(kernel, bf16_place):
+    inputs = make_packed(bf16_place, [33, 0, 70], [20, 9, 80], more_rows=3)
+    dout = random_dout(inputs)
+    options = {"softmax_scale": SCALE, "causal": True}
+    ours = run_ours(kernel, inputs, dout, **options, deterministic=True)
+    lengths = {"max_seqlen_q": 70, "max_seqlen_k": 80}
+    out, lse, s_dmask, rng_state = kernel._flash_attn_varlen_forward(
+        **inputs, **lengths, dropout_p=0.0, **options
+    )
+    assert_same_bits("out", out, ours["out"])
+    assert_same_bits("softmax_lse", lse, ours["softmax_lse"])
+    assert s_dmask.shape == (0,)
+    grads = {f"d{name}": torch.empty_like(inputs[name]) for name in ("q", "k", "v")}
+    softmax_d = kernel._flash_attn_varlen_backward(
+        dout, out=out, softmax_lse=lse, **inputs, **grads, **lengths, dropout_p=0.0, **options,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
+        deterministic=True, rng_state=rng_state,
+    )  # fmt: skip
+    for name, gradient in grads.items():
+        assert_same_bits(name, gradient, ours[name])
+    delta = (out.double() * dout.double()).sum(-1).t()
+    assert softmax_d.shape == (4, 106 + 3 * 128)
+    assert_within("softmax_d", softmax_d[:, :33], delta[:, :33], 1e-4)
+    second = 33 + 2 * 128  # sequence 2 begins at row 33
+    assert_within("softmax_d", softmax_d[:, second : second + 70], delta[:, 33:103], 1e-4)
+
+
+def test_gradients_that_are_not_wanted(kernel, bf16_place):
+    inputs = make_inputs(bf16_place, 1, 9, 9)
+    dout = random_dout(inputs)
+    out, lse, _, _ = forward(kernel, inputs)
+    dq = torch.empty_like(inputs["q"])
+    kernel._flash_attn_backward(
+        dout, **inputs, out=out, softmax_lse=lse, dq=dq, dk=None, dv=None, dropout_p=0.0,
+        softmax_scale=SCALE, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
+        alibi_slopes=None, deterministic=False,
+    )  # fmt: skip
+    assert dq.isfinite().all()
+
+
+def test_no_graph_is_recorded(kernel, bf16_place):
+    inputs = {name: t.requires_grad_() for name, t in make_inputs(bf16_place, 1, 9, 9).items()}
+    out, lse, _, _ = forward(kernel, inputs)
+    assert not out.requires_grad
+    assert not lse.requires_grad
+
+
+def test_refusals(kernel, bf16_place):
+    inputs = make_packed(bf16_place, [9])
+    lengths = {"max_seqlen_q": 9, "max_seqlen_k": 9}
+    scalars = {"dropout_p": 0.0, "softmax_scale": SCALE, "causal": False}
+    call = kernel._flash_attn_varlen_forward
+    with pytest.raises(ValueError, match="return_softmax is True"):
+        call(**inputs, **lengths, **scalars, return_softmax=True)
+    for name in ("block_table", "leftpad_k", "seqused_k"):
+        with pytest.raises(ValueError, match=f"{name} is given"):
+            call(**inputs, **lengths, **scalars, **{name: inputs["cu_seqlens_q"]})
