@@ -42,13 +42,13 @@ FILES = {
     "benchmarks/benchmark.py": "# measures\n",
     "benchmarks/other.py": "# not part of a release\n",
     "tests/conftest.py": "import os, pytest\n"
-    "from kernels import get_kernel\n"
     "@pytest.fixture\n"
     "def kernel():\n"
+    "    from kernels import get_kernel\n"
     f"    return get_kernel('{REPO_ID}', revision=os.environ.get('KERNEL_REVISION', 'v1'))\n",
     "tests/attention/test_gqa_backward.py": "def test_it(kernel):\n"
     "    assert kernel.name('x').endswith('::x')\n",
-    "tests/norms/test_norms.py": "def test_it(kernel):\n    assert kernel.__all__ == ['name']\n",
+    "tests/norms/test_norms.py": "def test_it():\n    pass\n",
     ".gitignore": "/build/\n/.build/\n/dist/\n__pycache__/\n",
 }
 
@@ -164,7 +164,7 @@ class ReleaseProject:
 
     def next_commit(self, code: str) -> str:
         """A fix, built and gated: the same API from newer sources."""
-        self.write("csrc/fix.txt", code)
+        self.write("csrc/fix.txt", code[:100])
         commit = self.commit()
         for folder in sorted(self.build.glob("torch-*")):
             if folder.is_dir():

@@ -26,8 +26,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# The Hub of the gate has no Xet storage; huggingface_hub reads this when it is imported.
-os.environ["HF_HUB_DISABLE_XET"] = "1"
+# The Hub of the gate is on this machine, has no Xet storage and needs no token of the user's;
+# huggingface_hub reads these when it is imported.
+os.environ.update(HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0", HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from .built import BuiltVariant, differences, read_variant
 from .errors import BuildError

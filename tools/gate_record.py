@@ -6,6 +6,7 @@ standard library is needed here: GPU machines bring their own Python.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -76,7 +77,8 @@ def write_record(path: Path, record: GateRecord) -> None:
         incoming.write_text(json.dumps(record.to_dict(), indent=2) + "\n")
         incoming.replace(path)
     except OSError as error:
-        incoming.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            incoming.unlink()
         raise BuildError(f"{path}: {error}") from None
 
 

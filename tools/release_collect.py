@@ -151,8 +151,11 @@ def _checked_out(root: Path, commit: str) -> Iterator[Path]:
     if archive.returncode != 0:
         raise BuildError(f"git archive {commit}: {archive.stderr.decode().strip()}")
     with tempfile.TemporaryDirectory(prefix="release-") as folder:
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-            tar.extractall(folder, filter="data")
+        try:
+            with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+                tar.extractall(folder, filter="data")
+        except OSError as error:
+            raise BuildError(f"{folder}: {error}; nothing was released") from None
         yield Path(folder)
 
 

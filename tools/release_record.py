@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -47,7 +48,8 @@ def write_lock(root: Path, record: dict) -> Path:
         incoming.write_text(_HEADER + to_toml(record))
         incoming.replace(path)
     except OSError as error:
-        incoming.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            incoming.unlink()
         raise BuildError(
             f"{path}: {error}; the branch is published, running the release again writes this file"
         ) from None

@@ -14,8 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import BuildError
+
+if TYPE_CHECKING:
+    from huggingface_hub.errors import HfHubHTTPError
 
 Content = Path | bytes
 
@@ -170,28 +174,42 @@ class HubTarget(Target):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turns what the client raises into one line that says what to do."""
-        from huggingface_hub import errors
+        """Turns what the client raises into one line that says what to do.
 
+        The client wraps some failures of an upload, so the causes are looked at too.
+        """
         try:
             yield
-        except errors.HFValidationError as error:
-            raise BuildError(f"{self.repo_id!r} is no repository id: {error}") from None
-        except errors.LocalTokenNotFoundError:
-            raise BuildError(f"{self}: no token; run `hf auth login` or set HF_TOKEN") from None
-        except errors.HfHubHTTPError as error:
-            raise BuildError(self._explain(error)) from None
-        except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-            raise BuildError(f"{self}: {error}") from None
-        except OSError as error:
-            raise BuildError(f"{self}: {type(error).__name__}: {error}; {_RERUN}") from None
         except Exception as error:
-            if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore"):
-                raise
-            name = type(error).__name__
-            raise BuildError(f"{self}: the connection broke ({name}); {_RERUN}") from None
+            cause: BaseException | None = error
+            while cause is not None:
+                text = self._say(cause)
+                if text is not None:
+                    raise BuildError(text) from None
+                cause = cause.__cause__
+            raise
 
-    def _explain(self, error: Exception) -> str:
+    def _say(self, error: BaseException) -> str | None:
+        """What an exception of the client means to its user; None for one that is no failure of
+        the network, the disk or the settings."""
+        from huggingface_hub import errors
+
+        if isinstance(error, errors.HFValidationError):
+            return f"{self.repo_id!r} is no repository id: {error}"
+        if isinstance(error, errors.LocalTokenNotFoundError):
+            return f"{self}: no token; run `hf auth login` or set HF_TOKEN"
+        if isinstance(error, errors.HfHubHTTPError):
+            return self._explain(error)
+        if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+            return f"{self}: {error}"
+        name = type(error).__name__
+        if isinstance(error, OSError):
+            return f"{self}: {name}: {error}; {_RERUN}"
+        if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore"):
+            return f"{self}: the connection broke ({name}); {_RERUN}"
+        return None
+
+    def _explain(self, error: HfHubHTTPError) -> str:
         from huggingface_hub import errors
 
         status = error.response.status_code
