@@ -4,6 +4,7 @@
 PYTHON ?= python3
 CUDA ?= 13.0
 ARGS ?=
+BENCHMARKS ?= attention norms
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -37,7 +38,7 @@ endif
 
 bench: $(VENV)/test.stamp
 	$(BUILD) --for-this-torch
-	$(RUN) -m benchmarks.run $(ARGS)
+	set -e; for name in $(BENCHMARKS); do $(RUN) -m benchmarks.$$name $(ARGS); done
 
 # No .venv: a GPU machine brings its own torch, and may have no network to fetch another.
 gpu-test:
