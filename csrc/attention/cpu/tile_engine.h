@@ -70,8 +70,11 @@ struct ScoreTerms {
     Dropout dropout;
     float keep_scale = 1.0f;  // 1 / (1 - dropout_p)
 
-    /// More than a scale and a mask: prepare_scores leaves natural units then.
-    bool has_extra_terms() const { return softcap > 0.0f || has_alibi || bias != nullptr; }
+    /// More than a scale and a mask: prepare_scores leaves natural units then. A scale that is not
+    /// positive counts as more, since the -inf of a hidden key must not be multiplied with it.
+    bool has_extra_terms() const {
+        return softcap > 0.0f || has_alibi || bias != nullptr || !(softmax_scale > 0.0f);
+    }
     /// What turns a prepared score into one for exp2.
     float scale_log2() const { return has_extra_terms() ? kLog2e : softmax_scale * kLog2e; }
 };
