@@ -91,8 +91,8 @@ struct RowTensor {
     RowStrides* strides;
 };
 
-/// Merges the leading dimensions that every tensor steps through evenly. False if more than
-/// kMaxRowDims are left.
+/// Merges the leading dimensions that every tensor steps through evenly. False if a RowShape cannot
+/// hold what is left.
 bool merge_row_dims(const std::vector<RowTensor>& tensors, RowShape& shape) {
     const Tensor& first = tensors.front().tensor;
     shape.num_rows = 1;
@@ -117,7 +117,7 @@ bool merge_row_dims(const std::vector<RowTensor>& tensors, RowShape& shape) {
         shape.num_dims = 1;
         shape.sizes[0] = 1;
     }
-    return true;
+    return shape.num_dims == 1 || shape.num_rows < (int64_t{1} << 31);
 }
 
 /// Fills the shape and each tensor's strides. Copies a tensor only if its last dimension is not
@@ -191,6 +191,7 @@ NormProblem make_problem(const Tensor& x, const std::optional<Tensor>& weight, d
     NormProblem problem;
     problem.casting_mode = check_casting_mode(casting_mode);
     problem.hidden_size = x.size(x.dim() - 1);
+    problem.inv_hidden_size = 1.0f / static_cast<float>(problem.hidden_size);
     problem.x_dtype = fan::to_dtype("x", x);
     problem.is_layer_norm = is_layer_norm;
     if (!std::isfinite(weight_offset)) {

@@ -16,7 +16,7 @@ enum class CastingMode { kLlama = 0, kGemma = 1, kNone = 2 };
 /// Row dimensions that are left after merging those which all tensors step through evenly.
 constexpr int kMaxRowDims = 4;
 
-/// The leading dimensions of x, outermost first.
+/// The leading dimensions of x, outermost first; one dimension if there are 2^31 rows or more.
 struct RowShape {
     int64_t num_rows = 0;
     int num_dims = 1;
@@ -29,15 +29,22 @@ struct RowStrides {
     int64_t dims[kMaxRowDims] = {0};
 };
 
-/// Offset of a row in a tensor with these strides.
+/// Offset of a row in a tensor with these strides. More than one dimension only with less than 2^31
+/// rows: a 64-bit division takes a GPU some hundred instructions.
 FAN_HOST_DEVICE int64_t row_offset(const RowShape& shape, const RowStrides& strides, int64_t row) {
+    if (shape.num_dims == 1) return row * strides.dims[0];
     int64_t offset = 0;
+    uint32_t rest = static_cast<uint32_t>(row);
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
     for (int dim = shape.num_dims - 1; dim > 0; --dim) {
-        const int64_t outer = row / shape.sizes[dim];
-        offset += (row - outer * shape.sizes[dim]) * strides.dims[dim];
-        row = outer;
+        const uint32_t size = static_cast<uint32_t>(shape.sizes[dim]);
+        const uint32_t outer = rest / size;
+        offset += static_cast<int64_t>(rest - outer * size) * strides.dims[dim];
+        rest = outer;
     }
-    return offset + row * strides.dims[0];
+    return offset + static_cast<int64_t>(rest) * strides.dims[0];
 }
 
 /// What both passes need to know.
@@ -48,6 +55,7 @@ FAN_HOST_DEVICE int64_t row_offset(const RowShape& shape, const RowStrides& stri
 struct NormProblem {
     RowShape rows;
     int64_t hidden_size = 0;
+    float inv_hidden_size = 0.0f;        // 1 / hidden_size, rounded
     DType x_dtype = DType::kBFloat16;    // of x, out, dout and dx
     DType sum_dtype = DType::kBFloat16;  // of what is normed: x_dtype or float32
     DType weight_dtype = DType::kBFloat16;

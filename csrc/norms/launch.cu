@@ -1,0 +1,60 @@
+#include <algorithm>
+
+#include "norms/launch.cuh"
+
+namespace flash_attn_norm {
+
+namespace {
+
+int attribute(cudaDeviceAttr which, int device) {
+    int value = 0;
+    FAN_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+    return value;
+}
+
+DeviceLimits read_limits(int device) {
+    DeviceLimits limits;
+    limits.index = device;
+    limits.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
+    limits.shared_bytes_per_cta = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    limits.shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    limits.threads_per_sm = attribute(cudaDevAttrMaxThreadsPerMultiProcessor, device);
+    limits.capability_major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+    return limits;
+}
+
+}  // namespace
+
+const DeviceLimits& current_device_limits() {
+    // Written before its flag is; two threads that come first write the same.
+    static DeviceLimits limits[kMaxDevices];
+    static std::atomic<bool> known[kMaxDevices];
+    int device = 0;
+    FAN_CUDA_CHECK(cudaGetDevice(&device));
+    device = std::min(device, kMaxDevices - 1);
+    if (!known[device].load(std::memory_order_acquire)) {
+        static std::atomic_flag writing = ATOMIC_FLAG_INIT;
+        while (writing.test_and_set(std::memory_order_acquire)) {
+        }
+        limits[device] = read_limits(device);
+        writing.clear(std::memory_order_release);
+        known[device].store(true, std::memory_order_release);
+    }
+    return limits[device];
+}
+
+int prepare_kernel(const void* kernel, const DeviceLimits& device,
+                   std::atomic<int> (&ready)[kMaxDevices]) {
+    const int registers = ready[device.index].load(std::memory_order_relaxed);
+    if (registers > 0) return registers;
+    cudaFuncAttributes attributes;
+    FAN_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+    const int dynamic_bytes =
+        device.shared_bytes_per_cta - static_cast<int>(attributes.sharedSizeBytes);
+    FAN_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
+    ready[device.index].store(attributes.numRegs, std::memory_order_relaxed);
+    return attributes.numRegs;
+}
+
+}  // namespace flash_attn_norm

@@ -1,0 +1,464 @@
+#pragma once
+
+#include <cstdint>
+
+#include "norms/alignment.h"
+#include "norms/launch.cuh"
+#include "norms/norm_math.cuh"
+#include "norms/row_sums.cuh"
+
+// The forward pass of both norms. norm_fwd_kernel keeps a row in the registers of one group of
+// threads, so that x is read once; norm_fwd_loop_kernel takes any size and alignment.
+
+namespace flash_attn_norm {
+
+/// kVecs packs of 16 bytes of x per thread in each of kRows rows: four are in flight, whatever the
+/// row's length.
+template <DType kXDType_, DType kSumDType_, int kVecs_, int kRows_, class Arch_>
+struct FwdConfig {
+    static constexpr DType kXDType = kXDType_;
+    static constexpr DType kSumDType = kSumDType_;
+    static constexpr int kVecs = kVecs_;
+    static constexpr int kRows = kRows_;
+    static constexpr int kPack = pack_size(kXDType);
+    using Arch = Arch_;
+    /// Per CTA. One row takes one warp at most where a thread has several.
+    static constexpr int kMaxThreads = kRows > 1 ? 128 : 512;
+    /// 1024 threads per multiprocessor, 64 registers each, so that loads of one CTA overlap with
+    /// stores of another. A float32 sum beside a 16-bit x takes more.
+    static constexpr int kMinCtas = kSumDType == kXDType && kRows == 1 ? 2 : 1;
+
+    /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
+    using SumPack = PackWords<kPack, kSumDType>;
+    using SumTile = SumPack[kRows][kVecs];
+};
+
+/// Which columns and rows a thread has.
+template <class Config>
+struct FwdPlace {
+    int first_column;  // of its first pack; the next ones are `step` apart
+    int step;
+    int end_column;
+    int64_t rows[Config::kRows];
+    bool is_row[Config::kRows];
+
+    __device__ FwdPlace(const NormProblem& problem,
+                        const RowReducer<typename Config::Arch>& reducer) {
+        const int packs = static_cast<int>(problem.hidden_size) / Config::kPack;
+        const int packs_per_cta = (packs + reducer.cluster_size() - 1) / reducer.cluster_size();
+        const int first_pack = reducer.cluster_rank() * packs_per_cta;
+        first_column = (first_pack + threadIdx.x) * Config::kPack;
+        step = blockDim.x * Config::kPack;
+        end_column = min(first_pack + packs_per_cta, packs) * Config::kPack;
+#pragma unroll
+        for (int r = 0; r < Config::kRows; ++r) {
+            rows[r] = (reducer.block() * Config::kRows + r) * blockDim.y + threadIdx.y;
+            is_row[r] = rows[r] < problem.rows.num_rows;
+        }
+    }
+
+    __device__ int column(int v) const { return first_column + v * step; }
+    __device__ bool is_column(int v) const { return column(v) < end_column; }
+};
+
+/// One row's packs of a tensor; zeros outside the tensor.
+template <class Config, DType kDType>
+__device__ __forceinline__ void load_row(const void* tensor, int64_t row_start, bool is_row,
+                                         const FwdPlace<Config>& place,
+                                         PackWords<Config::kPack, kDType> (&packs)[Config::kVecs]) {
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        packs[v].load(tensor, row_start + place.column(v), is_row && place.is_column(v));
+    }
+}
+
+/// x + residual, rounded to the sum's dtype.
+template <class Config, DType kResidualDType>
+__device__ __forceinline__ void add_rows(
+    const NormFwdParams& params, const FwdPlace<Config>& place,
+    const PackWords<Config::kPack, Config::kXDType> (&x)[Config::kRows][Config::kVecs],
+    typename Config::SumTile& sum) {
+    const NormProblem& problem = params.problem;
+    PackWords<Config::kPack, kResidualDType> residual[Config::kRows][Config::kVecs];
+#pragma unroll
+    for (int r = 0; r < Config::kRows; ++r) {
+        load_row<Config, kResidualDType>(
+            params.residual, row_offset(problem.rows, params.residual_strides, place.rows[r]),
+            place.is_row[r], place, residual[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < Config::kRows; ++r) {
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            float values[Config::kPack];
+            float added[Config::kPack];
+            x[r][v].get(values);
+            residual[r][v].get(added);
+#pragma unroll
+            for (int i = 0; i < Config::kPack; ++i) values[i] += added[i];
+            sum[r][v].set(values);
+        }
+    }
+}
+
+/// x, or x + residual, which is stored if it is wanted; zeros outside the tensor.
+template <class Config>
+__device__ __forceinline__ void load_sum(const NormFwdParams& params, const FwdPlace<Config>& place,
+                                         typename Config::SumTile& sum) {
+    const NormProblem& problem = params.problem;
+    PackWords<Config::kPack, Config::kXDType> x[Config::kRows][Config::kVecs];
+#pragma unroll
+    for (int r = 0; r < Config::kRows; ++r) {
+        load_row<Config, Config::kXDType>(params.x,
+                                          row_offset(problem.rows, params.x_strides, place.rows[r]),
+                                          place.is_row[r], place, x[r]);
+    }
+    if (params.residual != nullptr) {
+        // A residual in float32 makes the sum float32.
+        if (Config::kSumDType == Config::kXDType || params.residual_dtype == Config::kXDType) {
+            add_rows<Config, Config::kXDType>(params, place, x, sum);
+        } else {
+            add_rows<Config, DType::kFloat32>(params, place, x, sum);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < Config::kRows; ++r) {
+#pragma unroll
+            for (int v = 0; v < Config::kVecs; ++v) {
+                float values[Config::kPack];
+                x[r][v].get(values);
+                sum[r][v].set(values);
+            }
+        }
+    }
+    if (params.residual_out == nullptr) return;
+#pragma unroll
+    for (int r = 0; r < Config::kRows; ++r) {
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            if (!place.is_row[r] || !place.is_column(v)) continue;
+            sum[r][v].store(params.residual_out,
+                            place.rows[r] * problem.hidden_size + place.column(v));
+        }
+    }
+}
+
+/// mean (0 for RMSNorm) and rstd of each row.
+template <class Config>
+__device__ __forceinline__ void row_stats(const NormProblem& problem, const Rounding& rounding,
+                                          const FwdPlace<Config>& place,
+                                          const typename Config::SumTile& sum,
+                                          RowReducer<typename Config::Arch>& reducer,
+                                          float (&mean)[Config::kRows],
+                                          float (&rstd)[Config::kRows]) {
+#pragma unroll
+    for (int r = 0; r < Config::kRows; ++r) mean[r] = 0.0f;
+    if (problem.is_layer_norm) {
+#pragma unroll
+        for (int r = 0; r < Config::kRows; ++r) {
+#pragma unroll
+            for (int v = 0; v < Config::kVecs; ++v) {
+                float values[Config::kPack];
+                sum[r][v].get(values);
+                float part = 0.0f;
+#pragma unroll
+                for (int i = 0; i < Config::kPack; ++i) part += values[i];
+                mean[r] += part;
+            }
+        }
+        reducer.sum(mean);
+#pragma unroll
+        for (int r = 0; r < Config::kRows; ++r) mean[r] *= problem.inv_hidden_size;
+    }
+    float squares[Config::kRows];
+#pragma unroll
+    for (int r = 0; r < Config::kRows; ++r) {
+        squares[r] = 0.0f;
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            // Outside the row lie zeros, whose distance to the mean must not count.
+            const float row_mean = place.is_column(v) ? mean[r] : 0.0f;
+            float values[Config::kPack];
+            sum[r][v].get(values);
+            float part = 0.0f;
+#pragma unroll
+            for (int i = 0; i < Config::kPack; ++i) {
+                const float deviation = values[i] - row_mean;
+                if (rounding.stats) {
+                    part += round_to<Config::kXDType>(__fmul_rn(deviation, deviation));
+                } else {
+                    part = fmaf(deviation, deviation, part);
+                }
+            }
+            squares[r] += part;
+        }
+    }
+    reducer.sum(squares);
+#pragma unroll
+    for (int r = 0; r < Config::kRows; ++r) {
+        rstd[r] = row_rstd<Config::kXDType>(problem, rounding, squares[r]);
+    }
+}
+
+/// Weights that fill 16 bytes per pack are requested before the row sums, which hides their
+/// latency; others come after them.
+template <class Config>
+struct EarlyWeight {
+    uint4 words[Config::kVecs];
+    bool is_loaded;
+
+    __device__ EarlyWeight(const NormProblem& problem, const FwdPlace<Config>& place)
+        : is_loaded(problem.weight != nullptr &&
+                    size_of(problem.weight_dtype) * Config::kPack == 16) {
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            words[v] = make_uint4(0, 0, 0, 0);
+            if (is_loaded && place.is_column(v)) {
+                words[v] = *reinterpret_cast<const uint4*>(
+                    static_cast<const char*>(problem.weight) +
+                    place.column(v) * size_of(problem.weight_dtype));
+            }
+        }
+    }
+
+    __device__ void get(const NormProblem& problem, int v, int column, float* weight) const {
+        if (!is_loaded) {
+            load_weight<Config::kPack>(problem, column, weight);
+            return;
+        }
+        if constexpr (Config::kPack == 4) {
+            unpack<DType::kFloat32>(words[v], weight);
+        } else if (problem.weight_dtype == DType::kBFloat16) {
+            unpack<DType::kBFloat16>(words[v], weight);
+        } else {
+            unpack<DType::kFloat16>(words[v], weight);
+        }
+        add_weight_offset<Config::kPack>(problem, weight);
+    }
+};
+
+template <class Config>
+__device__ __forceinline__ void store_out(const NormFwdParams& params, const Rounding& rounding,
+                                          const FwdPlace<Config>& place,
+                                          const EarlyWeight<Config>& early_weight,
+                                          const typename Config::SumTile& sum,
+                                          const float (&mean)[Config::kRows],
+                                          const float (&rstd)[Config::kRows]) {
+    const NormProblem& problem = params.problem;
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        if (!place.is_column(v)) continue;
+        float weight[Config::kPack];
+        early_weight.get(problem, v, place.column(v), weight);
+#pragma unroll
+        for (int r = 0; r < Config::kRows; ++r) {
+            if (!place.is_row[r]) continue;
+            float values[Config::kPack];
+            sum[r][v].get(values);
+#pragma unroll
+            for (int i = 0; i < Config::kPack; ++i) {
+                values[i] = __fmul_rn(values[i] - mean[r], rstd[r]);
+            }
+            PackWords<Config::kPack, Config::kXDType> out;
+            if (rounding.xhat) {
+                out.set(values);
+                out.get(values);
+            }
+#pragma unroll
+            for (int i = 0; i < Config::kPack; ++i) values[i] *= weight[i];
+            add_bias<Config::kPack>(params, place.column(v), values);
+            out.set(values);
+            out.store(params.out, place.rows[r] * problem.hidden_size + place.column(v));
+        }
+    }
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
+    norm_fwd_kernel(const __grid_constant__ NormFwdParams params) {
+    __shared__ RowSumStorage smem;
+    const NormProblem& problem = params.problem;
+    const Rounding rounding(problem);
+    RowReducer<typename Config::Arch> reducer(smem);
+    const FwdPlace<Config> place(problem, reducer);
+    wait_for_earlier_kernels<typename Config::Arch>();
+
+    typename Config::SumTile sum;
+    load_sum(params, place, sum);
+    const EarlyWeight<Config> early_weight(problem, place);
+
+    float mean[Config::kRows];
+    float rstd[Config::kRows];
+    row_stats(problem, rounding, place, sum, reducer, mean, rstd);
+    store_out(params, rounding, place, early_weight, sum, mean, rstd);
+    if (threadIdx.x == 0 && reducer.cluster_rank() == 0) {
+#pragma unroll
+        for (int r = 0; r < Config::kRows; ++r) {
+            if (!place.is_row[r]) continue;
+            params.rstd[place.rows[r]] = rstd[r];
+            if (params.mean != nullptr) params.mean[place.rows[r]] = mean[r];
+        }
+    }
+}
+
+// ---- any size and alignment ----
+
+/// x or x + residual, kWidth columns of one row.
+template <DType kXDType, int kWidth>
+__device__ __forceinline__ void load_sum_at(const NormFwdParams& params, int64_t x_offset,
+                                            int64_t residual_offset, int64_t column, float* sum) {
+    load_as_floats<kWidth>(params.x, kXDType, x_offset + column, sum);
+    if (params.residual == nullptr) return;
+    float residual[kWidth];
+    load_as_floats<kWidth>(params.residual, params.residual_dtype, residual_offset + column,
+                           residual);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+        sum[i] = round_to(sum[i] + residual[i], params.problem.sum_dtype);
+    }
+}
+
+/// One row per row slot; reads the row again for each step, from the caches as far as they hold it.
+template <DType kXDType, int kWidth, class Arch>
+__global__ void __launch_bounds__(512)
+    norm_fwd_loop_kernel(const __grid_constant__ NormFwdParams params) {
+    __shared__ RowSumStorage smem;
+    const NormProblem& problem = params.problem;
+    const Rounding rounding(problem);
+    RowReducer<Arch> reducer(smem);
+    const int64_t hidden_size = problem.hidden_size;
+    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+    const bool is_row = row < problem.rows.num_rows;
+    const int64_t x_offset = row_offset(problem.rows, params.x_strides, row);
+    const int64_t residual_offset = row_offset(problem.rows, params.residual_strides, row);
+    const int64_t first = int64_t{threadIdx.x} * kWidth;
+    const int64_t end = is_row ? hidden_size : 0;
+    const int64_t step = int64_t{blockDim.x} * kWidth;
+    wait_for_earlier_kernels<Arch>();
+
+    float mean = 0.0f;
+    float total[1] = {0.0f};
+    float sum[kWidth];
+    if (problem.is_layer_norm) {
+        for (int64_t column = first; column < end; column += step) {
+            load_sum_at<kXDType, kWidth>(params, x_offset, residual_offset, column, sum);
+#pragma unroll
+            for (int i = 0; i < kWidth; ++i) total[0] += sum[i];
+        }
+        reducer.sum(total);
+        mean = total[0] * problem.inv_hidden_size;
+    }
+    float squares[1] = {0.0f};
+    for (int64_t column = first; column < end; column += step) {
+        load_sum_at<kXDType, kWidth>(params, x_offset, residual_offset, column, sum);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+            const float deviation = sum[i] - mean;
+            const float square = __fmul_rn(deviation, deviation);
+            squares[0] += rounding.stats ? round_to<kXDType>(square) : square;
+        }
+    }
+    reducer.sum(squares);
+    const float rstd = row_rstd<kXDType>(problem, rounding, squares[0]);
+
+    for (int64_t column = first; column < end; column += step) {
+        float weight[kWidth];
+        load_sum_at<kXDType, kWidth>(params, x_offset, residual_offset, column, sum);
+        load_weight<kWidth>(problem, column, weight);
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+            if (params.residual_out != nullptr) {
+                store_rounded(params.residual_out, problem.sum_dtype,
+                              row * hidden_size + column + i, sum[i]);
+            }
+            float xhat = __fmul_rn(sum[i] - mean, rstd);
+            if (rounding.xhat) xhat = round_to<kXDType>(xhat);
+            sum[i] = xhat * weight[i];
+        }
+        add_bias<kWidth>(params, column, sum);
+        store_floats<kXDType, kWidth>(params.out, row * hidden_size + column, sum);
+    }
+    if (is_row && threadIdx.x == 0) {
+        params.rstd[row] = rstd;
+        if (params.mean != nullptr) params.mean[row] = mean;
+    }
+}
+
+// ---- launch ----
+
+template <class Config>
+void launch_norm_fwd_config(const NormFwdParams& params, int cluster_size, cudaStream_t stream) {
+    constexpr int kThreads = 128;
+    const int64_t packs = params.problem.hidden_size / Config::kPack;
+    const int64_t packs_per_cta = (packs + cluster_size - 1) / cluster_size;
+    LaunchShape shape;
+    shape.threads_per_row = threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
+    shape.row_slots = row_slots_for(shape.threads_per_row, kThreads);
+    shape.cluster_size = cluster_size;
+    const int64_t rows_per_cta = int64_t{shape.row_slots} * Config::kRows;
+    shape.num_ctas =
+        (params.problem.rows.num_rows + rows_per_cta - 1) / rows_per_cta * cluster_size;
+    launch<typename Config::Arch>(&norm_fwd_kernel<Config>, shape, params, "norm_fwd", stream);
+}
+
+template <DType kXDType, int kWidth, class Arch>
+void launch_norm_fwd_loop(const NormFwdParams& params, cudaStream_t stream) {
+    LaunchShape shape;
+    shape.threads_per_row = threads_for_row(params.problem.hidden_size, 4 * kWidth, 512);
+    shape.row_slots = row_slots_for(shape.threads_per_row, 128);
+    shape.num_ctas = (params.problem.rows.num_rows + shape.row_slots - 1) / shape.row_slots;
+    launch<Arch>(&norm_fwd_loop_kernel<kXDType, kWidth, Arch>, shape, params, "norm_fwd_loop",
+                 stream);
+}
+
+/// True if every row of every tensor starts at a multiple of 16 bytes and has whole packs.
+inline bool has_aligned_rows(const NormFwdParams& params) {
+    const NormProblem& problem = params.problem;
+    return problem.hidden_size % pack_size(problem.x_dtype) == 0 &&
+           is_aligned(params.x, problem.x_dtype, problem.rows, params.x_strides) &&
+           is_aligned(params.residual, params.residual_dtype, problem.rows,
+                      params.residual_strides) &&
+           is_aligned(problem.weight) && is_aligned(params.bias) && is_aligned(params.out) &&
+           is_aligned(params.residual_out);
+}
+
+template <DType kXDType, DType kSumDType, class Arch>
+void launch_norm_fwd_dtypes(const NormFwdParams& params, cudaStream_t stream) {
+    using LongRows = FwdConfig<kXDType, kSumDType, 4, 1, Arch>;
+    constexpr int64_t kPacksPerCta = LongRows::kVecs * LongRows::kMaxThreads;
+    constexpr int kMaxCluster = Arch::kHasClusters ? kMaxClusterSize : 1;
+    if (!has_aligned_rows(params)) return launch_norm_fwd_loop<kXDType, 1, Arch>(params, stream);
+    const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
+    if (packs <= 32) {
+        return launch_norm_fwd_config<FwdConfig<kXDType, kSumDType, 1, 4, Arch>>(params, 1, stream);
+    }
+    for (int cluster_size = 1; cluster_size <= kMaxCluster; cluster_size *= 2) {
+        if (packs <= cluster_size * kPacksPerCta) {
+            return launch_norm_fwd_config<LongRows>(params, cluster_size, stream);
+        }
+    }
+    launch_norm_fwd_loop<kXDType, pack_size(kXDType), Arch>(params, stream);
+}
+
+template <DType kXDType, class Arch>
+void launch_norm_fwd_dtype(const NormFwdParams& params, cudaStream_t stream) {
+    if (params.problem.sum_dtype == kXDType) {
+        launch_norm_fwd_dtypes<kXDType, kXDType, Arch>(params, stream);
+    } else {
+        launch_norm_fwd_dtypes<kXDType, DType::kFloat32, Arch>(params, stream);
+    }
+}
+
+template <class Arch>
+void launch_norm_fwd(const NormFwdParams& params, cudaStream_t stream) {
+    switch (params.problem.x_dtype) {
+        case DType::kFloat32:
+            return launch_norm_fwd_dtype<DType::kFloat32, Arch>(params, stream);
+        case DType::kBFloat16:
+            return launch_norm_fwd_dtype<DType::kBFloat16, Arch>(params, stream);
+        case DType::kFloat16:
+            return launch_norm_fwd_dtype<DType::kFloat16, Arch>(params, stream);
+    }
+}
+
+}  // namespace flash_attn_norm
