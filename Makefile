@@ -10,7 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 BUILD := $(RUN) -m tools.build
 
-.PHONY: help demo test build bench gpu-test records format lint clean
+.PHONY: help demo test build bench gpu-test matrix gate release verify records format lint clean
 
 help:
 	@echo "make demo      build the variant that fits this machine and train a small model with it"
@@ -18,6 +18,10 @@ help:
 	@echo "make build     build the cpu and CUDA $(CUDA) variants (ARGS='--backend cpu' for one)"
 	@echo "make bench     measure on this machine and write records to benchmarks/results/"
 	@echo "make gpu-test  tests on a GPU: this machine's own Python, a variant that is built already"
+	@echo "make matrix    build every variant from one clean commit (COMMIT=... for another one)"
+	@echo "make gate      VARIANT=...: test one variant as users load it, and record that"
+	@echo "make release   show what a release would change; PUBLISH=1 does it (TO=org/name or folder)"
+	@echo "make verify    WHAT=org/name@revision or a folder: find files that are not as released"
 	@echo "make format    format C++ and Python; make lint: check both"
 	@if [ -x $(RUN) ]; then $(RUN) -m tools.records; fi
 
@@ -44,6 +48,22 @@ bench: $(VENV)/test.stamp
 gpu-test:
 	$(PYTHON) -m pytest -m gpu --ignore=tests/packaging tests $(ARGS)
 
+matrix: $(VENV)/test.stamp
+	$(RUN) -m tools.matrix $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
+
+# TORCH=2.10.0 runs it on another torch, in an environment of its own (a large download). A GPU machine
+# has no .venv: its own Python is used.
+GATE_PYTHON = $(if $(TORCH),.dev/torch-$(TORCH)/bin/python,$(if $(wildcard $(RUN)),$(RUN),$(PYTHON)))
+gate: $(if $(TORCH),.dev/torch-$(TORCH).stamp)
+	$(GATE_PYTHON) -m tools.gate $(or $(VARIANT),$(error say VARIANT=name, a folder of build/)) $(ARGS)
+
+release: $(VENV)/test.stamp
+	$(RUN) -m tools.release $(if $(PUBLISH),--publish) $(if $(TO),--to $(TO)) \
+	    $(if $(COMMIT),--commit $(COMMIT)) $(ARGS)
+
+verify: $(VENV)/test.stamp
+	$(RUN) -m tools.release verify $(or $(WHAT),$(error say WHAT=org/name@revision or a folder)) $(ARGS)
+
 records: $(VENV)/test.stamp
 	@$(RUN) -m tools.records
 
@@ -68,4 +88,10 @@ $(VENV)/%.stamp: requirements/*.txt
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt
 	@touch $@
 
-.PRECIOUS: $(VENV)/%.stamp
+.dev/torch-%.stamp:
+	$(PYTHON) -m venv .dev/torch-$*
+	.dev/torch-$*/bin/python -m pip install --quiet --disable-pip-version-check torch==$* \
+	    $$(grep -hE '^(kernels|numpy|pytest)==' requirements/*.txt)
+	@touch $@
+
+.PRECIOUS: $(VENV)/%.stamp .dev/torch-%.stamp

@@ -207,7 +207,7 @@ def _parse_only(only: str, listed: set[Arch], toolkit: CudaToolkit) -> set[Arch]
 def _compile(plan: BuildPlan, build_dir: Path, options: argparse.Namespace) -> None:
     ninja_file = build_dir / "build.ninja"
     write_ninja_file(ninja_file, plan)
-    jobs = options.jobs or _default_jobs()
+    jobs = options.jobs or default_jobs()
     environment = dict(os.environ) if plan.toolkit is None else plan.toolkit.environment()
     environment["NINJA_STATUS"] = "[%f/%t, %e s] "
     if plan.toolkit is not None:
@@ -221,7 +221,7 @@ def _compile(plan: BuildPlan, build_dir: Path, options: argparse.Namespace) -> N
         raise BuildError("the build failed; the command and the compiler's messages are above")
 
 
-def _default_jobs() -> int:
+def default_jobs() -> int:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)), pages // _BYTES_PER_JOB))
 

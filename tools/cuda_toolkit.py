@@ -134,7 +134,7 @@ def get_toolkit(version: str, folder: Path) -> CudaToolkit:
             + ", ".join(_WHEELS)
         )
     target = folder / f"cuda-{version}"
-    _pip_install(_WHEELS[version], target)
+    pip_install(_WHEELS[version], target)
     root = target / "nvidia" / f"cu{version.split('.')[0]}"
     toolkit = CudaToolkit(version, root)
     if not toolkit.is_complete():
@@ -145,7 +145,7 @@ def get_toolkit(version: str, folder: Path) -> CudaToolkit:
 def get_cuobjdump(folder: Path) -> Path:
     """The tool that lists the code that an object embeds."""
     target = folder / "cuobjdump"
-    _pip_install(_CUOBJDUMP, target)
+    pip_install(_CUOBJDUMP, target)
     return next(target.glob("nvidia/*/bin/cuobjdump"))
 
 
@@ -157,7 +157,7 @@ def _nvcc_version(nvcc: Path) -> str | None:
     return match[1] if match else None
 
 
-def _pip_install(wheels: dict[str, str], target: Path) -> None:
+def pip_install(wheels: dict[str, str], target: Path) -> None:
     """Installs exactly these wheels into `target`; nothing to do when they are there already."""
     pins = [f"{name}=={version}" for name, version in wheels.items()]
     stamp = target / "installed.txt"

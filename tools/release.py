@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .build_toml import read_build_toml
 from .errors import BuildError
+from .git import git
 from .release_collect import collect
 from .release_plan import Plan, compare_with_target
 from .release_record import write_lock
@@ -56,7 +57,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
             "general.hub.repo-id of build.toml",
         )
         parser.add_argument("--publish", action="store_true", help="do it")
-        parser.add_argument("--build-dir", type=Path, help="folder of the variants, default build/")
+        parser.add_argument(
+            "--build-dir",
+            type=Path,
+            help="folder of the variants; default build/, or dist/<commit>/ if --commit was built there",
+        )
         parser.add_argument("--commit", help="where the variants come from, default HEAD")
         parser.add_argument(
             "--keep",
@@ -80,7 +85,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _release(options: argparse.Namespace) -> int:
-    build_dir = (options.build_dir or options.root / "build").resolve()
+    build_dir = (options.build_dir or _built_at(options.root, options.commit)).resolve()
     where = options.to or read_build_toml(options.root).general.hub.repo_id
     if where is None:
         raise BuildError("build.toml: general.hub.repo-id is missing; say --to WHERE")
@@ -100,6 +105,13 @@ def _release(options: argparse.Namespace) -> int:
         return 0
     _publish(plan, options.root)
     return 0
+
+
+def _built_at(root: Path, commit: str | None) -> Path:
+    """Where `make matrix` has put the variants of this commit."""
+    full = git(root, "rev-parse", "--verify", f"{commit}^{{commit}}") if commit else None
+    folder = root / "dist" / (full or "")[:12]
+    return folder if full and folder.is_dir() else root / "build"
 
 
 def _publish(plan: Plan, root: Path) -> None:
