@@ -60,7 +60,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         parser.add_argument(
             "--build-dir",
             type=Path,
-            help="folder of the variants; default build/, or dist/<commit>/ if --commit was built there",
+            help="folder of the variants; default build/, or the commit's in dist/",
         )
         parser.add_argument("--commit", help="where the variants come from, default HEAD")
         parser.add_argument(

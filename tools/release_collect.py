@@ -127,7 +127,7 @@ def collect(root: Path, build_dir: Path, commit: str | None = None) -> Release:
         )
     api, api_problems = _agreed_api(records)
     problems += api_problems
-    changes, bump_problems = _api_changes(root, config.general.version, api)
+    changes, bump_problems = api_changes(root, config.general.version, api)
     return Release(
         root=root,
         version=config.general.version,
@@ -217,7 +217,8 @@ def _agreed_api(records: dict[str, list[GateRecord]]) -> tuple[Surface, list[str
     return merge([api for _, api in measured]), problems
 
 
-def _api_changes(root: Path, version: int, api: Surface) -> tuple[list[str], list[str]]:
+def api_changes(root: Path, version: int, api: Surface) -> tuple[list[str], list[str]]:
+    """What has changed since the newest release up to this version, and what is wrong with that."""
     newest = newest_lock(root, up_to=version)
     if newest is None:
         return [], []
