@@ -245,7 +245,8 @@ def _setup_context(ctx, inputs, output):
     ) = inputs
     _out, residual_out, stats = output
     ctx.set_materialize_grads(False)  # an unused residual_out has no gradient, not a zero one
-    ctx.mark_non_differentiable(stats)
+    # An empty residual_out, too: a gradient of its shape fits nothing.
+    ctx.mark_non_differentiable(stats, *(() if needs_residual_out else (residual_out,)))
     ctx.x_dtype = x.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.save_for_backward(residual_out if needs_residual_out else x, weight, bias, stats)
