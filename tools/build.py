@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -222,8 +223,10 @@ def _compile(plan: BuildPlan, build_dir: Path, options: argparse.Namespace) -> N
 
 
 def default_jobs() -> int:
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)), pages // _BYTES_PER_JOB))
+    """As many as there are cores, if memory allows."""
+    meminfo = Path("/proc/meminfo").read_text()
+    available = int(re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)[1]) << 10
+    return max(1, min(len(os.sched_getaffinity(0)), available // _BYTES_PER_JOB))
 
 
 def _replace_folder(staged: Path, target: Path) -> None:
