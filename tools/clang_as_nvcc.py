@@ -26,7 +26,8 @@ def clang_options(nvcc_options: list[str], cuda_root: str) -> list[str]:
         if native is not None:
             options.append(f"--offload-arch={native[1]}")
         elif option.startswith("-Xcompiler="):
-            options += option.removeprefix("-Xcompiler=").split(",")
+            host = option.removeprefix("-Xcompiler=").split(",")
+            options += [flag for flag in host if flag != "-fno-gnu-unique"]  # GCC's alone
         elif _NVCC_ONLY.match(option) is None:
             options.append(option)
     return options

@@ -119,7 +119,7 @@ def test_table():
     [
         (["-gencode=arch=compute_90a,code=sm_90a"], ["--offload-arch=sm_90a"]),
         (["-gencode=arch=compute_80,code=compute_80"], []),
-        (["-Xcompiler=-fPIC,-fvisibility=hidden"], ["-fPIC", "-fvisibility=hidden"]),
+        (["-Xcompiler=-fPIC,-fno-gnu-unique,-g"], ["-fPIC", "-g"]),
         (["--expt-relaxed-constexpr", "-Xptxas=-v", "--threads=2"], []),
         (["-O3", "-DX=1", "-c", "a.cu", "-o", "a.o"], ["-O3", "-DX=1", "-c", "a.cu", "-o", "a.o"]),
     ],
