@@ -3,7 +3,7 @@ of them together."""
 
 import pytest
 import torch
-from errors import assert_same_bits, assert_zero
+from errors import assert_same_bits, assert_within, assert_zero
 
 from .comparison import check, make_inputs, random_dlse, run_ours
 
@@ -189,3 +189,34 @@ def test_packed_forms_are_the_plain_one(kernel, bf16_place):
     assert_same_bits("out", out, plain["out"])
     for name, gradient in (("dq", dq), ("dk", dkv[:, :, 0]), ("dv", dkv[:, :, 1])):
         assert_same_bits(name, gradient, plain[name])
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v"])
+def test_gradient_of_one_input_alone(kernel, bf16_place, wanted):
+    inputs = make_inputs(bf16_place, 1, 33, 70)
+    expected = run_ours(kernel, inputs, deterministic=True)
+    leaf = inputs[wanted].clone().requires_grad_()
+    out = kernel.flash_attn_func(**{**inputs, wanted: leaf}, deterministic=True)
+    out.backward(torch.ones_like(out))
+    assert_same_bits(f"d{wanted}", leaf.grad, expected[f"d{wanted}"])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_autograd(kernel, bf16_place, mode):
+    inputs = make_inputs(bf16_place, 1, 33, 70)
+    expected = run_ours(kernel, inputs)
+    with mode():
+        out = kernel.flash_attn_func(**inputs)
+    assert not out.requires_grad
+    assert_same_bits("out", out, expected["out"])
+
+
+def test_gradients_accumulate(kernel, bf16_place):
+    inputs = make_inputs(bf16_place, 1, 33, 33, (2, 2))
+    shared = inputs["q"].requires_grad_()
+    out = kernel.flash_attn_func(shared, shared, shared, deterministic=True)
+    out.backward(torch.ones_like(out))
+    parts = run_ours(kernel, {"q": shared, "k": shared, "v": shared}, deterministic=True)
+    total = sum(parts[name].double() for name in ("dq", "dk", "dv"))
+    allowed = 2 * torch.finfo(torch.bfloat16).eps * total.abs().max().item()
+    assert_within("sum of gradients", shared.grad, total, allowed)
