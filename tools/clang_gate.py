@@ -19,6 +19,7 @@ from ninja import BIN_DIR as NINJA_BIN_DIR
 
 from .archs import Arch
 from .build_toml import BuildToml
+from .check_abi import check_library
 from .clang_as_nvcc import CLANG
 from .cuda_toolkit import CudaToolkit, get_toolkit, pip_install, pypi_versions
 from .errors import BuildError
@@ -64,15 +65,18 @@ def compile_all(
     plan = make_plan(config, root, build_dir, backend="cuda", archs=archs, toolkit=toolkit)
     # A section with nothing for 12.6, such as one for newer cards alone, is left out.
     steps = [step for step in plan.steps if step.archs or not step.is_cuda]
-    left_out = len(steps) < len(plan.steps)
-    flags = plan.link_flags if left_out else [*plan.link_flags, "-Wl,-z,defs"]
-    plan = replace(plan, steps=steps, link_flags=flags)
+    is_whole = len(steps) == len(plan.steps)
+    plan = replace(plan, steps=steps)
     ninja_file = build_dir / "build.ninja"
     write_ninja_file(ninja_file, plan)
     command = [str(Path(NINJA_BIN_DIR) / "ninja"), "-f", str(ninja_file), "-j", str(jobs)]
     environment = {**os.environ, "NINJA_STATUS": "[%f/%t, %e s] "}
     if subprocess.run(command, env=environment, cwd=root).returncode != 0:
         raise BuildError(f"CUDA {VERSION}: the sources do not compile; the messages are above")
+    # What no source and not 12.6's runtime defines shows as an import without a version.
+    problems = check_library(plan.library) if is_whole else []
+    if problems:
+        raise BuildError(f"CUDA {VERSION}: " + "; ".join(problems))
     return sorted({str(arch) for section in archs.values() for arch in section})
 
 
