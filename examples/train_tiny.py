@@ -132,7 +132,7 @@ def train(
     report: Callable[[int], None],
 ) -> None:
     """Steps the runs in turn, so that whatever else the machine does slows both alike."""
-    warmup = max(1, steps // 20)
+    warmup = max(1, steps // 10)
     for step, tokens in enumerate(make_batches):
         rate = learning_rate * min(1.0, (step + 1) / warmup)
         # Whoever goes second finds the caches filled by the first: take turns.
@@ -243,7 +243,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seqlen", type=int, default=512, help="bytes per sequence")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--plot", type=Path, default=REPO_ROOT / "train_tiny.png")
     return parser.parse_args()
 

@@ -3,7 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import pytest
 import torch
+
+# A machine that only runs the GPU tests need not have it; `make test` always does.
+pytest.importorskip("transformers", reason="Transformers is not installed")
+
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -14,6 +19,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
@@ -66,6 +72,14 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=SLIDING_WINDOW,
         num_local_experts=2,
         num_experts_per_tok=2,
+        **_COMMON,
+    ),
+    # norms with weights stored around zero, an output gate, rotary on a quarter of the head dim
+    "qwen3_5": Qwen3_5TextConfig(
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        layer_types=["full_attention", "full_attention"],
         **_COMMON,
     ),
     # query/key head dim 24, value head dim 16

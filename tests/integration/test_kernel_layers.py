@@ -12,7 +12,14 @@ from integration.models import (
     random_tokens,
     run,
 )
-from kernels import LayerRepository, Mode, kernelize, use_kernel_mapping
+from kernels import (
+    LayerRepository,
+    Mode,
+    kernelize,
+    use_kernel_forward_from_hub,
+    use_kernel_mapping,
+)
+from torch import nn
 from transformers import AutoModelForCausalLM, KernelConfig
 from transformers.utils import kernel_config
 
@@ -48,10 +55,14 @@ def saved_model(tmp_path) -> str:
     return str(tmp_path)
 
 
-def replace_rms_norm(model, layer_name: str, mode: Mode):
+def replace(model: nn.Module, replaced: str, layer_name: str, mode: Mode) -> nn.Module:
     layer = LayerRepository(REPO_ID, layer_name=layer_name, **TRUSTED)
-    with use_kernel_mapping({"RMSNorm": {"cpu": layer}}, inherit_mapping=False):
+    with use_kernel_mapping({replaced: {"cpu": layer}}, inherit_mapping=False):
         return kernelize(model, mode=mode, device="cpu")
+
+
+def replace_rms_norm(model: nn.Module, layer_name: str, mode: Mode) -> nn.Module:
+    return replace(model, "RMSNorm", layer_name, mode)
 
 
 def references(family: str, dtype: torch.dtype) -> tuple[Outcome, Outcome]:
@@ -67,6 +78,47 @@ def test_kernelize(layer_name, dtype, calls):
     ours = run(model.train(), input_ids=TOKENS)
     assert len(calls) == 2 * 4 + 1  # four norms in each layer and the last one
     assert_no_worse(ours, *references("qwen3", dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernelize_weights_around_zero(dtype, calls):
+    model = make_model("qwen3_5", "eager", dtype)
+    model = replace(model, "RMSNormZeroCentered", "GemmaRMSNorm", Mode.TRAINING)
+    ours = run(model.train(), input_ids=TOKENS)
+    assert len(calls) == 2 * 4 + 1
+    assert_no_worse(ours, *references("qwen3_5", dtype))
+
+
+class NormedByTorch(nn.Module):
+    """torch.nn's norms, opened for kernels by name as a library would do it."""
+
+    def __init__(self):
+        super().__init__()
+        layer_norm = use_kernel_forward_from_hub("LayerNorm")(type("L", (nn.LayerNorm,), {}))
+        rms_norm = use_kernel_forward_from_hub("TorchRMSNorm")(type("R", (nn.RMSNorm,), {}))
+        self.layers = nn.Sequential(
+            layer_norm(48),
+            layer_norm(48, elementwise_affine=False),
+            layer_norm(48, bias=False),
+            rms_norm(48),
+            rms_norm(48, elementwise_affine=False, eps=1e-3),
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def test_torch_norms(kernel):
+    model = NormedByTorch()
+    x = torch.randn(3, 5, 48, requires_grad=True)
+    expected, probe = model(x), torch.randn(3, 5, 48)
+    inputs = (x, *model.parameters())
+    expected_gradients = torch.autograd.grad(expected, inputs, probe)
+    model = replace(model, "LayerNorm", "LayerNorm", Mode.TRAINING)
+    actual = replace(model, "TorchRMSNorm", "RMSNorm", Mode.TRAINING)(x)
+    assert type(actual.grad_fn) is not type(expected.grad_fn)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, inputs, probe), expected_gradients)
 
 
 def test_kernelize_together_with_attention(calls):
