@@ -100,6 +100,11 @@ class ReleaseProject:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
+    def replace(self, name: str, old: str, new: str) -> None:
+        text = (self.root / name).read_text()
+        assert old in text
+        self.write(name, text.replace(old, new))
+
     def git(self, *arguments: str) -> str:
         identity = ["-c", "user.name=t", "-c", "user.email=t@localhost"]
         command = ["git", "-C", str(self.root), *identity, *arguments]

@@ -300,10 +300,7 @@ class TestRefuses:
         assert f"{CU130} and {CPU} differ in their API" in refusal(published, "--publish")
 
     def test_a_lower_version(self, published, hub):
-        published.write(
-            "build.toml",
-            (published.root / "build.toml").read_text().replace("version = 1", "version = 2"),
-        )
+        published.replace("build.toml", "version = 1", "version = 2")
         published.commit()
         for name in (CPU, CU130):
             published.stamp(name, version=2)
@@ -335,7 +332,7 @@ class TestRefuses:
         ready.stamp(CPU, version=0)
         ready.pass_gate()
         assert "version 0; versions start with 1" in refusal(ready, "--publish")
-        ready.write("build.toml", (ready.root / "build.toml").read_text().replace("= 1", "= 0"))
+        ready.replace("build.toml", "version = 1", "version = 0")
         ready.commit()
         assert "general.version" in refusal(ready, "--publish")
 
