@@ -91,8 +91,11 @@ def _release(options: argparse.Namespace) -> int:
         raise BuildError("build.toml: general.hub.repo-id is missing; say --to WHERE")
     release = collect(options.root, build_dir, options.commit)
     target = open_target(where)
-    if options.create_repository and options.publish and isinstance(target, HubTarget):
-        target.create_repository()
+    if options.create_repository and isinstance(target, HubTarget):
+        if options.publish:
+            target.create_repository()
+        else:
+            target.may_be_missing = True
     plan = compare_with_target(
         release, target, keep=options.keep, rebuild_older=options.rebuild_older
     )
@@ -122,7 +125,7 @@ def _publish(plan: Plan, root: Path) -> None:
     target.tidy(release.branch)
     head = target.branches()[release.branch]
     _check_published(target, head, plan)
-    record = {**release.record(), "published": {"to": str(target), "commit": head}}
+    record = {**release.record(), "published": {"to": target.name, "commit": head}}
     path = write_lock(root, record)
     print(f"{path.relative_to(root)} written; commit it: it is the record of what was published")
 

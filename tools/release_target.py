@@ -58,6 +58,11 @@ class Move:
 class Target(ABC):
     """Branches with files, which move atomically."""
 
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the record of a release calls it."""
+
     @abstractmethod
     def branches(self) -> dict[str, str]:
         """The commit of every branch."""
@@ -87,6 +92,11 @@ class HubTarget(Target):
         self.repo_id = repo_id
         self._api = HfApi(endpoint=endpoint, library_name="flash-attn-norm-release")
         self._where = {"repo_id": repo_id, "repo_type": "kernel"}
+        self.may_be_missing = False  # then a dry run takes it for an empty one
+
+    @property
+    def name(self) -> str:
+        return self.repo_id
 
     def __str__(self) -> str:
         return f"{self._api.endpoint}/kernels/{self.repo_id}"
@@ -96,8 +106,15 @@ class HubTarget(Target):
             self._api.create_repo(**self._where, exist_ok=True)
 
     def branches(self) -> dict[str, str]:
+        from huggingface_hub.errors import RepositoryNotFoundError
+
         with self._explained():
-            refs = self._api.list_repo_refs(**self._where)
+            try:
+                refs = self._api.list_repo_refs(**self._where)
+            except RepositoryNotFoundError:
+                if self.may_be_missing:
+                    return {}
+                raise
         return {branch.name: branch.target_commit for branch in refs.branches}
 
     def files(self, commit: str) -> dict[str, FileId]:
@@ -248,6 +265,10 @@ class FolderTarget(Target):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    @property
+    def name(self) -> str:
+        return f"folder {self.folder.name}"
 
     def __str__(self) -> str:
         return str(self.folder)

@@ -146,7 +146,13 @@ class TestRefusedByTheHub:
         assert "--create-repository" in said
         said = self.failure(second, hub, "--publish", "--to", "not/a/repository")
         assert "'not/a/repository' is no repository id" in said
-        assert second.release("--publish", "--to", "org/new", "--create-repository")[0] == 0
+        new = ("--to", "org/new", "--create-repository")
+        status, said = second.release(*new)
+        assert status == 0, said
+        assert f"added      {CPU}" in said
+        with pytest.raises(HubError, match="Repository not found"):
+            contents(hub, "v1", "org/new")
+        assert second.release("--publish", *new)[0] == 0
         assert contents(hub, "v1", "org/new") is not None
 
     def test_somebody_else_was_faster(self, second, hub):
