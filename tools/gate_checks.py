@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from .api_surface import op_schemas, surface_of
+from .api_surface import merge, op_schemas, surface_of
 
 
 def main() -> int:
@@ -59,7 +59,9 @@ def _load(repo_id: str, revision: str) -> ModuleType:
 
 
 def _surface(module: ModuleType, device: str) -> dict:
-    surface = surface_of(module, device)
+    # A CUDA variant serves CPU tensors, too.
+    devices = ["cpu", "cuda"] if device == "cuda" else [device]
+    surface = merge([surface_of(module, each) for each in devices])
     missing = [name for name in surface["all"] if not hasattr(module, name)]
     if missing:
         raise AttributeError(f"__all__ names {', '.join(missing)}, which the package lacks")
