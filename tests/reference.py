@@ -85,7 +85,7 @@ def _softmax(scores, visible, s_aux) -> tuple[Tensor, Tensor]:
     scores = scores.masked_fill(~has_key, 0)
     probabilities = torch.softmax(scores, dim=-1).masked_fill(~has_key, 0)
     if scores.shape[-1] == 0:
-        return probabilities, scores.new_full(scores.shape[:-1], -math.inf)
+        return probabilities, scores.sum(dim=-1) - math.inf
     lse = torch.logsumexp(scores, dim=-1).masked_fill(~has_key.squeeze(-1), -math.inf)
     return probabilities, lse
 

@@ -176,3 +176,66 @@ def test_refusals(kernel, bf16_place):
     for name in ("block_table", "leftpad_k", "seqused_k"):
         with pytest.raises(ValueError, match=f"{name} is given"):
             call(**inputs, **lengths, **scalars, **{name: inputs["cu_seqlens_q"]})
+
+
+@pytest.fixture
+def backward_arguments(kernel, bf16_place):
+    """What _flash_attn_backward takes, all of it right."""
+    inputs = make_inputs(bf16_place, 2, 9, 12, (4, 2), 16, 24)
+    dout = random_dout(inputs)
+    out, lse, _, _ = forward(kernel, inputs)
+    scalars = {"dropout_p": 0.0, "softmax_scale": SCALE, "causal": True, "softcap": 0.0}
+    bounds = {"window_size_left": -1, "window_size_right": -1}
+    absent = {"dq": None, "dk": None, "dv": None, "alibi_slopes": None, "deterministic": False}
+    return {"dout": dout, **inputs, "out": out, "softmax_lse": lse, **scalars, **bounds, **absent}
+
+
+@pytest.mark.parametrize("name", ["dout", "out"])
+def test_tensors_that_are_not_like_out(kernel, backward_arguments, name):
+    right = backward_arguments[name]
+    for wrong in (
+        right[:1],
+        right[:, :8],
+        right[:, :, :2],
+        right[..., :16],
+        right[0],
+        right.half(),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} has shape .* v's head_dim 24"):
+            kernel._flash_attn_backward(**{**backward_arguments, name: wrong})
+
+
+def test_lse_that_is_not_like_lse(kernel, backward_arguments):
+    right = backward_arguments["softmax_lse"]
+    for wrong in (right[:1], right[:, :2], right[..., :8], right[0], right.bfloat16()):
+        with pytest.raises(ValueError, match=r"^softmax_lse has shape .* num_heads_q, seqlen_q\)"):
+            kernel._flash_attn_backward(**{**backward_arguments, "softmax_lse": wrong})
+
+
+def test_dropout_without_the_state_of_the_forward_pass(kernel, backward_arguments):
+    with pytest.raises(ValueError, match=r"rng_state is missing; with dropout_p 0\.5"):
+        kernel._flash_attn_backward(**{**backward_arguments, "dropout_p": 0.5})
+    wrong = torch.zeros(3, dtype=torch.int64, device=backward_arguments["q"].device)
+    with pytest.raises(ValueError, match=r"rng_state has dtype torch\.int64 and shape \(3,\)"):
+        kernel._flash_attn_backward(**{**backward_arguments, "dropout_p": 0.5, "rng_state": wrong})
+
+
+def test_layouts_of_out_and_lse_do_not_matter(kernel, backward_arguments):
+    """An autograd function of another library may hand over views."""
+    names = ("dq", "dk", "dv")
+    like = {"dq": "q", "dk": "k", "dv": "v"}
+
+    def gradients(**views):
+        given = {name: torch.empty_like(backward_arguments[like[name]]) for name in names}
+        arguments = {**backward_arguments, **views, **given, "deterministic": True}
+        kernel._flash_attn_backward(**arguments)
+        return given
+
+    out, lse = backward_arguments["out"], backward_arguments["softmax_lse"]
+    plain = gradients()
+    strided = gradients(
+        out=out.transpose(1, 2).contiguous().transpose(1, 2),
+        softmax_lse=lse.transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    for name in names:
+        assert_same_bits(name, strided[name], plain[name])
