@@ -12,12 +12,14 @@ def run(
     command: Sequence[str | Path],
     *,
     environment: Mapping[str, str | None] | None = None,
+    stdin: str = "",
     timeout: float = 240,
 ) -> subprocess.CompletedProcess:
     """Runs a command to its end and captures its output as text.
 
     Args:
         environment: changes to this process's environment; None takes a variable away.
+        stdin: what the command reads.
         timeout: seconds; then the command and all that it started are killed.
     """
     variables = dict(os.environ)
@@ -30,13 +32,14 @@ def run(
     process = subprocess.Popen(
         arguments,
         env=variables,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=timeout)
+        stdout, stderr = process.communicate(stdin, timeout=timeout)
     finally:
         # The session's group holds whatever launchers started, also after they died themselves.
         with contextlib.suppress(ProcessLookupError):

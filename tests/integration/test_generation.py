@@ -3,7 +3,7 @@
 import pytest
 import torch
 from integration.models import ATTENTION, accept_in_gpt_oss, make_model, random_tokens
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 NEW_TOKENS = 12  # beyond the sliding window of the models that have one
 
@@ -33,13 +33,15 @@ def test_generate(family, padded, kernel, monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_continuous_batching(family, kernel):
-    """generate_batch packs requests of different lengths, with more rows than sequences cover."""
+    """generate_batch packs requests of different lengths, prompts and single tokens together."""
     prompts = [random_tokens(length).tolist() for length in (3, 17, 9, 30)]
     config = GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
+    # Without these, the cache takes most of the machine's memory.
+    sizes = ContinuousBatchingConfig(page_size=16, num_blocks=32, max_batch_tokens=64)
     outputs = make_model(family, ATTENTION).generate_batch(
-        inputs=prompts, generation_config=config, progress_bar=False
+        inputs=prompts, generation_config=config, continuous_batching_config=sizes
     )
     generated = {tuple(o.prompt_ids): o.generated_tokens for o in outputs.values()}
     assert len(generated) == len(prompts)

@@ -4,6 +4,7 @@ The Hub is tests/loopback_hub. Every load happens in a fresh Python with its own
 because huggingface_hub and kernels read their environment when they are imported.
 """
 
+import json
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -172,40 +173,76 @@ def test_local_kernels_needs_no_hub(python, variant):
 # Refusals
 
 
-@pytest.mark.parametrize(
-    ("arguments", "repo_id", "expected"),
-    [
-        ('revision="v7", ' + TRUST, REPO, ["RevisionNotFoundError", "v7"]),
-        ("version=7, " + TRUST, REPO, ["ValueError: Version 7 not found, available versions: 1"]),
-        ('revision="empty", ' + TRUST, REPO, ["RemoteEntryNotFoundError"]),
-        ('revision="v1", ' + TRUST, "acme/nothing-here", ["RepositoryNotFoundError"]),
-        (TRUST, REPO, ["ValueError: A kernel version or revision must be specified"]),
-        (
-            'revision="v1"',
-            REPO,
-            [f"ValueError: Kernel repository '{REPO}' is not from a trusted publisher", TRUST],
-        ),
-        (
-            f'revision="v1", trust_remote_code=["{REPO}-else"]',
-            REPO,
-            ["is not from a trusted publisher", "allowlist"],
-        ),
-        (
-            'revision="v2", ' + TRUST,
-            REPO,
-            [
-                f"Cannot find a build variant for this system in {REPO} (revision: v2)",
-                "torch-stable-abi210-cu130-aarch64-linux",
-            ],
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_refusal(arguments, repo_id, expected, python):
-    result = python(get_kernel(arguments, repo_id))
-    assert result.returncode != 0
-    for text in expected:
-        assert text in result.stderr
+REFUSALS = {
+    "no such branch": (REPO, f'revision="v7", {TRUST}', ["RevisionNotFoundError", "v7"]),
+    "no such version": (
+        REPO,
+        f"version=7, {TRUST}",
+        ["ValueError: Version 7 not found, available versions: 1"],
+    ),
+    "no build": (REPO, f'revision="empty", {TRUST}', ["RemoteEntryNotFoundError"]),
+    "no such repository": (
+        "acme/nothing-here",
+        f'revision="v1", {TRUST}',
+        ["RepositoryNotFoundError"],
+    ),
+    "neither version nor revision": (
+        REPO,
+        TRUST,
+        ["ValueError: A kernel version or revision must be specified"],
+    ),
+    "no trust": (
+        REPO,
+        'revision="v1"',
+        [f"ValueError: Kernel repository '{REPO}' is not from a trusted publisher", TRUST],
+    ),
+    "another one is trusted": (
+        REPO,
+        f'revision="v1", trust_remote_code=["{REPO}-else"]',
+        ["is not from a trusted publisher", "allowlist"],
+    ),
+    "no variant": (
+        REPO,
+        f'revision="v2", {TRUST}',
+        [
+            f"FileNotFoundError: Cannot find a build variant for this system in {REPO}",
+            "(revision: v2)",
+            "torch-stable-abi210-cu130-aarch64-linux",
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def refusals(hub, tmp_path_factory) -> dict[str, str]:
+    """What each refused call raised. They share a process: none of them loads anything."""
+    code = """
+        import json
+        from kernels import get_kernel
+        texts = {}
+        for name, repo_id, arguments in json.loads(input()):
+            try:
+                eval(f"get_kernel(repo_id, {arguments})")
+                texts[name] = "was not refused"
+            except Exception as error:
+                texts[name] = f"{type(error).__name__}: {error}"
+        print(json.dumps(texts))
+    """
+    calls = [(name, repo_id, arguments) for name, (repo_id, arguments, _) in REFUSALS.items()]
+    home = {"HF_HOME": str(tmp_path_factory.mktemp("home"))}
+    result = processes.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        environment={**ONLINE, **hub.environment(), **home},
+        stdin=json.dumps(calls) + "\n",
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(processes.last_line(result.stdout))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusal(name, refusals):
+    for text in REFUSALS[name][2]:
+        assert text in refusals[name]
 
 
 def test_older_torch_is_refused_with_the_reason(python, variant):
@@ -214,6 +251,17 @@ def test_older_torch_is_refused_with_the_reason(python, variant):
     assert result.returncode != 0
     assert f"Cannot find a build variant for this system in {REPO}" in result.stderr
     assert variant.name in result.stderr
+
+
+def test_cuda_torch_is_not_offered_a_cpu_variant(python, hub, variant, tmp_path):
+    """Also without a GPU: the reason why CUDA variants hold the CPU kernels as well."""
+    name = "torch-stable-abi210-cpu-x86_64-linux"
+    hub.store.add_folder("kernel", REPO, "cpu-only", variant, f"build/{name}")
+    claim = 'import torch\ntorch.version.cuda = "13.0"\n'
+    result = python(claim + get_kernel(f'revision="cpu-only", {TRUST}'))
+    assert result.returncode != 0
+    assert f"Cannot find a build variant for this system in {REPO}" in result.stderr
+    assert name in result.stderr
 
 
 @pytest.mark.parametrize(
