@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pybind11
 import pytest
+import torch
 
 from tools.build_toml import read_build_toml
 
@@ -56,3 +57,12 @@ def native():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_for_torch():
+    """The formulas here are small, and the kernels bring threads of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
