@@ -58,6 +58,10 @@ _REGISTRATION_H = """\
 """
 
 
+# The oldest loader that all this is tested with. An older one then says so.
+_KERNELS_MINVER = "0.17.2"
+
+
 def variant_name(config: BuildToml, backend: str, cuda_version: str | None) -> str:
     """Such as torch-stable-abi210-cu130-x86_64-linux: what the loader parses and chooses by."""
     stable_abi = getattr(config.torch.stable_abi, backend).replace(".", "")
@@ -134,6 +138,7 @@ def _metadata(config: BuildToml, backend: str, name: str, archs: list[str]) -> d
         "version": general.version,
         "license": general.license,
         "python-depends": general.python_depends,
+        "kernels-minver": _KERNELS_MINVER,
         "backend": {"type": backend, **({"archs": archs} if archs else {})},
     }
     for key in ("source", "upstream"):

@@ -14,11 +14,15 @@ from releasing import (
     CU132,
     OLDER_LINE,
     REPO_ID,
+    ROOT,
     api,
     contents,
     environment_of,
     history,
 )
+
+from tools.build_toml import read_build_toml
+from tools.card import render_card
 
 
 @pytest.fixture
@@ -211,6 +215,14 @@ def test_to_a_folder(ready, tmp_path):
     assert os.readlink(store / "v1") != first
     assert (store / "v1" / "build" / CPU / "__init__.py").read_text() == "# fixed"
     assert (store / first / "build" / CPU / "__init__.py").read_text() != "# fixed"
+
+
+def test_the_real_card_names_what_a_loader_needs():
+    """An older loader finds no variant, and an unlisted publisher needs a flag: both are said."""
+    card = render_card(ROOT, read_build_toml(ROOT))
+    assert "`kernels` must be 0.17.2 or newer" in card
+    assert "version=1, trust_remote_code=True)" in card
+    assert '@v1"' in card
 
 
 class TestRefuses:
