@@ -118,7 +118,7 @@ def card() -> str:
 
 def test_the_card_names_the_whole_api(card):
     assert "license: apache-2.0" in card
-    assert f'get_kernel("org/flash-attn-norm", version={CONFIG.general.version})' in card
+    assert f'get_kernel("org/flash-attn-norm", version={CONFIG.general.version}, ' in card
     names = set(literal_all(PACKAGE / "__init__.py"))
     assert {"flash_attn_func", "rms_norm", "layers"} <= names
     for name in names - {"layers"}:
