@@ -169,7 +169,7 @@ def finish(model: PreTrainedModel, logits: torch.Tensor) -> Outcome:
     generator = torch.Generator().manual_seed(2)
     probe = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
     model.zero_grad()
-    (logits.double() * probe).mean().backward()
+    (logits.double() * probe.to(logits.device)).mean().backward()
     gradients = {
         name: parameter.grad.double()
         for name, parameter in model.named_parameters()

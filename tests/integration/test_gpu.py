@@ -1,0 +1,107 @@
+"""Transformers on a GPU: attention and KernelConfig's norms in bfloat16, against eager."""
+
+import pytest
+import torch
+from integration.models import (
+    ATTENTION,
+    CONFIGS,
+    accept_in_gpt_oss,
+    assert_no_worse,
+    finish,
+    make_model,
+    random_tokens,
+    run,
+    run_one_by_one,
+)
+from transformers import AutoModelForCausalLM, KernelConfig
+
+pytestmark = pytest.mark.gpu
+BF16 = {"dtype": torch.bfloat16}
+SEQLEN = 150  # more than one tile of keys
+
+
+@pytest.fixture(params=list(CONFIGS))
+def family(request, monkeypatch, kernel) -> str:
+    accept_in_gpt_oss(monkeypatch)
+    return request.param
+
+
+def eager(family: str, dtype: torch.dtype):
+    return make_model(family, "eager", dtype, weights_dtype=torch.bfloat16).cuda()
+
+
+def test_full_batch(family):
+    tokens = random_tokens(2, SEQLEN).cuda()
+    ours = run(make_model(family, ATTENTION, **BF16).cuda(), input_ids=tokens)
+    plain = run(eager(family, torch.bfloat16), input_ids=tokens)
+    assert_no_worse(ours, plain, run(eager(family, torch.float64), input_ids=tokens))
+
+
+def test_padding(family):
+    tokens = random_tokens(3, SEQLEN).cuda()
+    mask = torch.zeros_like(tokens)
+    for row, length in enumerate((SEQLEN, 70, 1)):
+        mask[row, SEQLEN - length :] = 1
+    positions, keep = (mask.cumsum(1) - 1).clamp(min=0), mask.bool()
+    model = make_model(family, ATTENTION, **BF16).cuda()
+    output = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False)
+    sequences = [row[kept] for row, kept in zip(tokens, keep, strict=True)]
+    plain = run_one_by_one(eager(family, torch.bfloat16), sequences)
+    exact = run_one_by_one(eager(family, torch.float64), sequences)
+    assert_no_worse(finish(model, output.logits[keep]), plain, exact)
+
+
+def test_kernel_config(kernel, tmp_path):
+    layer = ("org/flash-attn-norm:LlamaRMSNorm", {"revision": "v1", "trust_remote_code": True})
+    make_model("qwen3", "eager").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        device_map="cuda",
+        attn_implementation=ATTENTION,
+        kernel_config=KernelConfig({"RMSNorm": {"cuda": layer}}, inherit_mapping=False),
+        use_kernels=True,
+        **BF16,
+    )
+    norm = model.model.norm
+    assert norm.forward.__func__ is kernel.layers.LlamaRMSNorm.forward
+    tokens = random_tokens(2, SEQLEN).cuda()
+    plain, exact = (
+        run(eager("qwen3", dtype), input_ids=tokens) for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert_no_worse(run(model, input_ids=tokens), plain, exact)
+
+
+def test_float32_attention_is_refused_with_the_cure(kernel):
+    model = make_model("qwen3", ATTENTION).cuda()
+    with pytest.raises(ValueError, match="float32") as error:
+        model(random_tokens(1, 9).cuda())
+    assert "autocast" in str(error.value)
+
+
+def test_autocast(kernel):
+    tokens = random_tokens(2, SEQLEN).cuda()
+    outcomes = []
+    for implementation in (ATTENTION, "eager"):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            outcomes.append(run(make_model("qwen3", implementation).cuda(), input_ids=tokens))
+    exact = make_model("qwen3", "eager", torch.float64).cuda()
+    assert_no_worse(*outcomes, run(exact, input_ids=tokens))
+
+
+def test_generate(family):
+    """Cached decode: one query row, many keys. Both choose by the logits of a bfloat16 model."""
+    tokens = random_tokens(2, 33).cuda()
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    model = make_model(family, ATTENTION, **BF16).cuda()
+    result = model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+    # The same tokens in one forward pass give the logits of each step.
+    whole = eager(family, torch.bfloat16)(result.sequences).logits[:, 32:-1].float()
+    stepwise = torch.stack(result.logits, dim=1).float()
+    exact = eager(family, torch.float64)(result.sequences).logits[:, 32:-1].float()
+    assert (stepwise - exact).norm() <= 2 * (whole - exact).norm()
