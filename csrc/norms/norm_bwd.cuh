@@ -27,7 +27,8 @@ struct BwdConfig {
     static constexpr int kRows = kRows_;
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
-    /// Per CTA. One row takes one warp at most where a thread has several.
+    /// Per CTA. One row takes one warp at most where a thread has several. 384 leave a thread 168
+    /// registers.
     static constexpr int kMaxThreads = kRows > 1 ? 256 : 512;
     /// Weights stay in registers, or in shared memory where the sums for dweight and dbias leave no
     /// room for them.
@@ -53,7 +54,6 @@ FAN_HOST_DEVICE int stage_words(bool has_dresidual_out) {
 template <class Config>
 struct BwdColumns {
     int first;  // of its first pack; the next ones are `step` apart
-    int step;
     int end;
 
     __device__ BwdColumns(const NormProblem& problem,
@@ -62,10 +62,11 @@ struct BwdColumns {
         const int packs_per_cta = (packs + reducer.cluster_size() - 1) / reducer.cluster_size();
         const int first_pack = reducer.cluster_rank() * packs_per_cta;
         first = (first_pack + threadIdx.x) * Config::kPack;
-        step = blockDim.x * Config::kPack;
         end = min(first_pack + packs_per_cta, packs) * Config::kPack;
     }
-    __device__ int column(int v) const { return first + v * step; }
+    __device__ int column(int v) const {
+        return first + v * static_cast<int>(blockDim.x) * Config::kPack;
+    }
     __device__ bool is_inside(int v) const { return column(v) < end; }
 };
 
@@ -75,10 +76,10 @@ struct BwdRows {
     int64_t rows[Config::kRows];
     bool is_row[Config::kRows];
 
-    __device__ BwdRows(const NormProblem& problem, int64_t step) {
+    __device__ BwdRows(const NormProblem& problem, int step) {
 #pragma unroll
         for (int r = 0; r < Config::kRows; ++r) {
-            rows[r] = (step * Config::kRows + r) * blockDim.y + threadIdx.y;
+            rows[r] = (int64_t{step} * Config::kRows + r) * blockDim.y + threadIdx.y;
             is_row[r] = rows[r] < problem.rows.num_rows;
         }
     }
@@ -389,10 +390,10 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     const int num_stages = kernel_params.num_stages;
     wait_for_earlier_kernels<typename Config::Arch>();
 
-    const int64_t first_step = reducer.block();
-    const int64_t num_blocks = reducer.num_blocks();
+    const int first_step = reducer.block();
+    const int num_blocks = reducer.num_blocks();
     for (int stage = 0; stage < num_stages; ++stage) {
-        const int64_t step = first_step + stage * num_blocks;
+        const int step = first_step + stage * num_blocks;
         if (step < kernel_params.num_steps) {
             stages.copy(params, BwdRows<Config>(problem, step), columns, stage);
         }
@@ -405,7 +406,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     typename Config::Columns dbias = {};
 
     int stage = 0;
-    for (int64_t step = first_step; step < kernel_params.num_steps; step += num_blocks) {
+    for (int step = first_step; step < kernel_params.num_steps; step += num_blocks) {
         const BwdRows<Config> rows(problem, step);
         const BwdStats<Config> stats = next_stats;
         next_stats.load(params, BwdRows<Config>(problem, step + num_blocks));
@@ -416,7 +417,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
         finish_step(params, rounding, stages, stage, rows, columns, weights, stats, means, dweight,
                     dbias);
 
-        const int64_t later_step = step + num_stages * num_blocks;
+        const int later_step = step + num_stages * num_blocks;
         if (later_step < kernel_params.num_steps) {
             stages.copy(params, BwdRows<Config>(problem, later_step), columns, stage);
         }
@@ -428,7 +429,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     const int first_column = columns.first - threadIdx.x * Config::kPack;
     const int num_columns = columns.end - first_column;
     float* smem = reinterpret_cast<float*>(dynamic_smem);
-    const int64_t partial_row = first_step * problem.hidden_size;
+    const int64_t partial_row = int64_t{first_step} * problem.hidden_size;
     ptx::cp_async_wait_group<0>();
     if (params.dweight != nullptr) {
         store_column_sums<Config>(dweight, smem, num_columns, first_column,

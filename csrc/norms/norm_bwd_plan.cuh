@@ -196,7 +196,7 @@ void launch_norm_bwd(const NormBwdParams& params, cudaStream_t stream) {
     NormBwdKernelParams kernel_params;
     kernel_params.params = params;
     kernel_params.num_partials = plan.num_partials;
-    kernel_params.num_steps = plan.num_steps;
+    kernel_params.num_steps = static_cast<int>(plan.num_steps);
     kernel_params.rows_per_partial = plan.rows_per_partial;
     kernel_params.num_stages = plan.num_stages;
     kernel_params.thread_words = plan.thread_words;

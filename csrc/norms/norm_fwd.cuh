@@ -22,10 +22,10 @@ struct FwdConfig {
     static constexpr int kRows = kRows_;
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
-    /// Per CTA. One row takes one warp at most where a thread has several.
-    static constexpr int kMaxThreads = kRows > 1 ? 128 : 512;
-    /// 1024 threads per multiprocessor, 64 registers each, so that loads of one CTA overlap with
-    /// stores of another. A float32 sum beside a 16-bit x takes more.
+    /// Per CTA. One row takes one warp at most where a thread has several. 448, so that two CTAs of
+    /// 72 registers a thread share a multiprocessor: loads of one overlap with stores of the other.
+    /// A float32 sum beside a 16-bit x takes more registers.
+    static constexpr int kMaxThreads = kRows > 1 ? 128 : 448;
     static constexpr int kMinCtas = kSumDType == kXDType && kRows == 1 ? 2 : 1;
 
     /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
@@ -37,7 +37,6 @@ struct FwdConfig {
 template <class Config>
 struct FwdPlace {
     int first_column;  // of its first pack; the next ones are `step` apart
-    int step;
     int end_column;
     int64_t rows[Config::kRows];
     bool is_row[Config::kRows];
@@ -48,16 +47,17 @@ struct FwdPlace {
         const int packs_per_cta = (packs + reducer.cluster_size() - 1) / reducer.cluster_size();
         const int first_pack = reducer.cluster_rank() * packs_per_cta;
         first_column = (first_pack + threadIdx.x) * Config::kPack;
-        step = blockDim.x * Config::kPack;
         end_column = min(first_pack + packs_per_cta, packs) * Config::kPack;
 #pragma unroll
         for (int r = 0; r < Config::kRows; ++r) {
-            rows[r] = (reducer.block() * Config::kRows + r) * blockDim.y + threadIdx.y;
+            rows[r] = (int64_t{reducer.block()} * Config::kRows + r) * blockDim.y + threadIdx.y;
             is_row[r] = rows[r] < problem.rows.num_rows;
         }
     }
 
-    __device__ int column(int v) const { return first_column + v * step; }
+    __device__ int column(int v) const {
+        return first_column + v * static_cast<int>(blockDim.x) * Config::kPack;
+    }
     __device__ bool is_column(int v) const { return column(v) < end_column; }
 };
 

@@ -45,8 +45,8 @@ class RowReducer {
     __device__ int cluster_rank() const { return cluster_rank_; }
     __device__ int cluster_size() const { return cluster_size_; }
     /// Which cluster of the grid this is, and how many there are.
-    __device__ int64_t block() const { return blockIdx.x / cluster_size_; }
-    __device__ int64_t num_blocks() const { return gridDim.x / cluster_size_; }
+    __device__ int block() const { return blockIdx.x / cluster_size_; }
+    __device__ int num_blocks() const { return gridDim.x / cluster_size_; }
 
     /// Sums kCount values over the threads of each row; every thread gets them. All threads call
     /// it. The order of additions is fixed.

@@ -249,11 +249,14 @@ def _setup_context(ctx, inputs, output):
     ctx.mark_non_differentiable(stats, *(() if needs_residual_out else (residual_out,)))
     ctx.x_dtype = x.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
+    ctx.has_residual_out = needs_residual_out
     ctx.save_for_backward(residual_out if needs_residual_out else x, weight, bias, stats)
 
 
 def _backward(ctx, dout, dresidual_out, _dstats):
     no_gradients = (None,) * 6  # for what is no tensor
+    if not ctx.has_residual_out:
+        dresidual_out = None  # torch.compile makes one up for the empty tensor
     _, needs_dresidual, needs_dweight, needs_dbias = ctx.needs_input_grad[:4]
     if dout is None:
         dx = None if dresidual_out is None else dresidual_out.to(ctx.x_dtype)

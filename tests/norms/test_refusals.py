@@ -1,0 +1,195 @@
+"""Every refusal's text: it names the argument, its value and what is allowed."""
+
+import re
+
+import pytest
+import torch
+
+PLACE = {"dtype": torch.bfloat16}
+
+
+def x_of(device, *shape):
+    return torch.randn(*shape, device=device, **PLACE)
+
+
+def refuses(message, function, *arguments, **options):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        function(*arguments, **options)
+
+
+def test_shapes(kernel, device):
+    refuses(
+        "x has shape (); expected (..., hidden_size) with hidden_size of at least 1",
+        kernel.rms_norm,
+        torch.tensor(1.0, device=device),
+    )
+    refuses(
+        "x has shape (3, 0); expected (..., hidden_size) with hidden_size of at least 1",
+        kernel.rms_norm,
+        x_of(device, 3, 0),
+    )
+    for name, function in (("weight", kernel.rms_norm), ("bias", kernel.layer_norm)):
+        for shape, text in (((5,), "(5,)"), ((1, 4), "(1, 4)"), ((), "()")):
+            refuses(
+                f"{name} has shape {text}; expected (hidden_size,) = (4,), the last dimension of "
+                "x, which has shape (2, 3, 4)",
+                function,
+                x_of(device, 2, 3, 4),
+                **{name: torch.zeros(shape, device=device)},
+            )
+    refuses(
+        "residual has shape (2, 4) but x has shape (3, 4); both must be the same",
+        kernel.rms_norm,
+        x_of(device, 3, 4),
+        residual=x_of(device, 2, 4),
+    )
+
+
+def test_dtypes(kernel, device):
+    allowed = "allowed are torch.float32, torch.float16 and torch.bfloat16"
+    for dtype in (torch.float64, torch.int32):
+        wrong = torch.ones(4, device=device, dtype=dtype)
+        refuses(f"x has dtype {dtype}; {allowed}", kernel.rms_norm, wrong)
+        x = x_of(device, 3, 4)
+        refuses(f"weight has dtype {dtype}; {allowed}", kernel.rms_norm, x, wrong)
+        refuses(f"bias has dtype {dtype}; {allowed}", kernel.layer_norm, x, bias=wrong)
+        residual = torch.ones(3, 4, device=device, dtype=dtype)
+        refuses(f"residual has dtype {dtype}; {allowed}", kernel.rms_norm, x, residual=residual)
+    refuses(
+        "residual has dtype torch.float16 but x has dtype torch.bfloat16; allowed are the dtype of "
+        "x and torch.float32",
+        kernel.rms_norm,
+        x_of(device, 3, 4),
+        residual=x_of(device, 3, 4).half(),
+    )
+
+
+@pytest.mark.parametrize("eps", [float("nan"), float("inf"), -1e-6])
+def test_eps(kernel, device, eps):
+    text = {"nan": "nan", "inf": "inf"}.get(str(eps), "-1e-06")
+    message = f"eps = {text}; it must be finite and not negative"
+    refuses(message, kernel.rms_norm, x_of(device, 3, 4), eps=eps)
+    refuses(message, kernel.layer_norm, x_of(device, 3, 4), eps=eps)
+
+
+def test_weight_offset(kernel, device):
+    x, weight = x_of(device, 3, 4), x_of(device, 4)
+    refuses(
+        "weight_offset = nan; it must be finite",
+        kernel.rms_norm,
+        x,
+        weight,
+        weight_offset=float("nan"),
+    )
+    refuses(
+        "weight_offset = 1 but weight is None; an offset needs a weight to be added to",
+        kernel.rms_norm,
+        x,
+        weight_offset=1.0,
+    )
+
+
+def test_casting_mode(kernel, device):
+    refuses(
+        "casting_mode is 'Llama'; allowed are 'llama', 'gemma' and 'none'",
+        kernel.rms_norm,
+        x_of(device, 3, 4),
+        casting_mode="Llama",
+    )
+
+
+@pytest.mark.parametrize("name", ["weight", "residual"])
+def test_devices(kernel, name):
+    # "meta" is the second device that every machine has
+    shape = (4,) if name == "weight" else (3, 4)
+    refuses(
+        f"{name} is on meta but x is on cpu; all tensors of a call must be on one device",
+        kernel.rms_norm,
+        x_of("cpu", 3, 4),
+        **{name: torch.zeros(shape, device="meta", **PLACE)},
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["weight", "residual"])
+def test_cpu_tensor_beside_a_gpu_tensor(kernel, name):
+    shape = (4,) if name == "weight" else (3, 4)
+    refuses(
+        f"{name} is on cpu but x is on cuda:0; all tensors of a call must be on one device",
+        kernel.rms_norm,
+        x_of("cuda", 3, 4),
+        **{name: torch.zeros(shape, **PLACE)},
+    )
+
+
+def test_backward_op(kernel, device):
+    norm_bwd = kernel._ops.ops.norm_bwd
+    sums, dout = x_of(device, 3, 4), x_of(device, 3, 4)
+    stats = torch.ones(3, device=device)
+    flags = (0.0, 0, False, False, False, False)
+    refuses(
+        "dout has shape (2, 4) but sum has shape (3, 4); both must be the same",
+        norm_bwd,
+        x_of(device, 2, 4),
+        None,
+        sums,
+        None,
+        None,
+        stats,
+        *flags,
+    )
+    refuses(
+        "dout has dtype torch.float32; expected torch.bfloat16, the dtype of sum",
+        norm_bwd,
+        dout.float(),
+        None,
+        sums,
+        None,
+        None,
+        stats,
+        *flags,
+    )
+    refuses(
+        "stats has shape (4,), which does not fit sum with (3, 4)",
+        norm_bwd,
+        dout,
+        None,
+        sums,
+        None,
+        None,
+        torch.ones(4, device=device),
+        *flags,
+    )
+    refuses(
+        "casting_mode = 3; allowed are 0 (llama), 1 (gemma) and 2 (none)",
+        norm_bwd,
+        dout,
+        None,
+        sums,
+        None,
+        None,
+        stats,
+        0.0,
+        3,
+        *flags[2:],
+    )
+
+
+def test_dtensor(kernel):
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        x = distribute_tensor(torch.randn(3, 4), mesh, [Replicate()])
+        refuses(
+            "x is a DTensor; the norms take plain tensors: x.to_local() where the last dimension "
+            "is not sharded, x.full_tensor() otherwise",
+            kernel.rms_norm,
+            x,
+        )
+    finally:
+        destroy_process_group()
