@@ -94,7 +94,7 @@ class Kernel(_Table):
 
     backend: Literal["cpu", "cuda"]
     depends: list[Literal["torch"]]
-    src: list[SourcePath]
+    src: list[SourcePath] = Field(min_length=1)
     include: list[SourcePath] = []
     cxx_flags: list[str] = []
     cuda_flags: list[str] = []
