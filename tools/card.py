@@ -13,9 +13,11 @@ def render_card(root: Path, config: BuildToml) -> str:
     """The README.md of the Hub repository's main branch.
 
     Raises:
-        BuildError: no template, no repository id, or a template that does not render.
+        BuildError: no template, no repository id, or a template that gives no card.
     """
+    from huggingface_hub import RepoCard
     from jinja2 import Environment, StrictUndefined, TemplateError
+    from yaml import YAMLError
 
     path = root / "CARD.md"
     if config.general.hub.repo_id is None:
@@ -26,7 +28,7 @@ def render_card(root: Path, config: BuildToml) -> str:
         template = Environment(trim_blocks=True, undefined=StrictUndefined).from_string(
             path.read_text()
         )
-        return template.render(
+        text = template.render(
             repo_id=config.general.hub.repo_id,
             version=config.general.version,
             functions=[name for name in names if name != "layers"] or None,
@@ -36,9 +38,11 @@ def render_card(root: Path, config: BuildToml) -> str:
             source=config.general.source,
             license=config.general.license.lower(),
         )
+        RepoCard(text)  # the Hub refuses a header that is no YAML
+        return text
     except FileNotFoundError:
         raise BuildError(f"{path.name}: no such file in the commit") from None
-    except TemplateError as error:
+    except (TemplateError, ValueError, YAMLError) as error:
         raise BuildError(f"{path.name}: {error}") from None
 
 

@@ -220,6 +220,8 @@ class HubTarget(Target):
         if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
             return f"{self}: {error}"
         name = type(error).__name__
+        if isinstance(error, ValueError):  # such as a card whose header the Hub does not accept
+            return f"{self}: {error}"
         if isinstance(error, OSError):
             return f"{self}: {name}: {error}; {_RERUN}"
         if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore"):

@@ -367,6 +367,14 @@ class TestRefuses:
         hub.store.add_folder("kernel", REPO_ID, "v1", ready.build / CPU, f"build/{CPU}")
         assert "v1 was not made by `make release`" in refusal(ready, "--publish")
 
+    @pytest.mark.parametrize("card", ["{{ nothing }}", "{% if %}", "---\nlicense: [\n---\n"])
+    def test_a_card_that_gives_no_page(self, ready, hub, card):
+        ready.write("CARD.md", card)
+        ready.commit()
+        ready.stamp(CPU)
+        ready.pass_gate()
+        assert "error: CARD.md: " in refusal(ready, "--publish")
+
     def test_all_problems_in_one_run(self, ready, hub):
         ready.pass_gate(failed=("norms",))
         ready.write("new.txt", "")
