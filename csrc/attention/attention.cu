@@ -66,13 +66,8 @@ void with_size_class(const AttentionProblem& problem, Fn&& fn) {
 template <class Fn>
 void with_bwd_class(const AttentionProblem& problem, const sm80::DeviceLimits& device, Fn&& fn) {
     with_size_class(problem, [&](auto head_dim, auto head_dim_v) {
-        // Up to head dim 64 one set of tiles fits all cards.
-        if constexpr (head_dim.value == 64) {
-            fn(head_dim, head_dim_v, std::false_type{});
-        } else {
-            dispatch_bool(device.shared_per_block < sm80::kLargeShared,
-                          [&](auto small) { fn(head_dim, head_dim_v, small); });
-        }
+        dispatch_bool(device.shared_per_block < sm80::kLargeShared,
+                      [&](auto small) { fn(head_dim, head_dim_v, small); });
     });
 }
 
@@ -93,9 +88,9 @@ int64_t attention_fwd_workspace_bytes(const AttentionFwdParams&) {
 }
 
 void attention_fwd(const AttentionFwdParams& params, void* stream) {
-    const sm80::DeviceLimits device = device_limits();
+    device_limits();  // refuses a card that no kernel runs on
     with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
-        sm80::launch_fwd<head_dim.value, head_dim_v.value>(params, device,
+        sm80::launch_fwd<head_dim.value, head_dim_v.value>(params,
                                                            static_cast<cudaStream_t>(stream));
     });
 }

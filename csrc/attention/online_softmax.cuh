@@ -41,10 +41,11 @@ struct OnlineSoftmax {
 
     /// scores -> exp2(scale_log2 * (scores - row_max)) in place; older output shrinks by the same
     /// factor. kGuard: a row may have seen no key yet; its maximum is -inf then, and 0 stands in so
-    /// that no inf - inf arises.
-    template <bool kGuard, int kTilesN, int kTilesD>
+    /// that no inf - inf arises. between(i) runs after the i-th of 2 kTilesM groups of rows.
+    template <bool kGuard, int kTilesN, int kTilesD, class Between>
     __device__ __forceinline__ void update(float (&acc_s)[kTilesM][kTilesN][4],
-                                           float (&acc_o)[kTilesM][kTilesD][4], float scale_log2) {
+                                           float (&acc_o)[kTilesM][kTilesD][4], float scale_log2,
+                                           Between&& between) {
 #pragma unroll
         for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
@@ -75,6 +76,7 @@ struct OnlineSoftmax {
                     acc_o[m][d][2 * r] *= shrink;
                     acc_o[m][d][2 * r + 1] *= shrink;
                 }
+                between(2 * m + r);
             }
         }
     }

@@ -5,12 +5,13 @@
 namespace flash_attn_norm {
 namespace ptx {
 
-/// cp.async.cg, 16 bytes past the L1: `source_bytes` (0 to 16) are read, the rest is filled with
-/// zeros, so that 0 fills the unit without reading `source`.
+/// cp.async.cg, 16 bytes past the L1, with the whole 128-byte line brought to the L2:
+/// `source_bytes` (0 to 16) are read, the rest is filled with zeros, so that 0 fills the unit
+/// without reading `source`.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source,
                                             int source_bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(destination), "l"(source),
-                 "r"(source_bytes)
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(destination),
+                 "l"(source), "r"(source_bytes)
                  : "memory");
 }
 

@@ -25,7 +25,7 @@ constexpr TileEngine make_engine(const char* name, void (*gemm)(const GemmArgs&)
                       pack_b_transposed<Operand>,
                       gemm,
                       prepare_scores<Simd>,
-                      dropout_factors,
+                      dropout_factors<Simd>,
                       softmax_update<Operand>,
                       softmax_gradient<Operand>,
                       scale_rows<Simd>,

@@ -94,56 +94,64 @@ void prepare_scores(const ScoreTerms& terms, const ScoreTile& tile, float* softc
     }
 }
 
-/// Dropout::bits of one row for kPanel keys from `key` on: 16 calls, one per pair of keys 8 apart,
-/// side by side so that the compiler vectorizes them.
-struct DropoutBits {
-    static constexpr int kCalls = kPanel / 2;
-    uint32_t lane[4][kCalls];
-
-    DropoutBits(const Dropout& dropout, uint32_t row, uint32_t key) {
-        uint32_t* c0 = lane[0];
-        uint32_t* c1 = lane[1];
-        uint32_t* c2 = lane[2];
-        uint32_t* c3 = lane[3];
-        for (uint32_t i = 0; i < kCalls; ++i) {
-            c0[i] = ((row >> 4) << 3) | (row & 7u);
-            c1[i] = (key >> 1) + i;  // key is a multiple of kPanel
-            c2[i] = dropout.batch_head;
-            c3[i] = dropout.offset;
-        }
-        uint32_t k0 = dropout.key0, k1 = dropout.key1;
-        for (int round = 0; round < 10; ++round) {  // see philox_4x32_10
-            for (int i = 0; i < kCalls; ++i) {
-                const uint64_t product0 = uint64_t{0xD2511F53u} * c0[i];
-                const uint64_t product1 = uint64_t{0xCD9E8D57u} * c2[i];
-                c0[i] = static_cast<uint32_t>(product1 >> 32) ^ c1[i] ^ k0;
-                c1[i] = static_cast<uint32_t>(product1);
-                c2[i] = static_cast<uint32_t>(product0 >> 32) ^ c3[i] ^ k1;
-                c3[i] = static_cast<uint32_t>(product0);
-            }
-            k0 += 0x9E3779B9u;
-            k1 += 0xBB67AE85u;
-        }
+/// Dropout::bits(row_code, key_code + i) for i < kWidth, side by side; see philox_4x32_10.
+template <class Simd>
+void dropout_bits(const Dropout& dropout, uint32_t row_code, uint32_t key_code,
+                  typename Simd::Bits* lanes) {
+    using Bits = typename Simd::Bits;
+    Bits c0 = Simd::broadcast_bits(row_code);
+    Bits c1 = Simd::count_from(key_code);
+    Bits c2 = Simd::broadcast_bits(dropout.batch_head);
+    Bits c3 = Simd::broadcast_bits(dropout.offset);
+    const Bits factor0 = Simd::broadcast_bits(0xD2511F53u);
+    const Bits factor1 = Simd::broadcast_bits(0xCD9E8D57u);
+    uint32_t k0 = dropout.key0, k1 = dropout.key1;
+    for (int round = 0; round < 10; ++round) {
+        Bits high0, low0, high1, low1;
+        Simd::multiply_wide(c0, factor0, &high0, &low0);
+        Simd::multiply_wide(c2, factor1, &high1, &low1);
+        c0 = Simd::exclusive_or(high1, c1, Simd::broadcast_bits(k0));
+        c1 = low1;
+        c2 = Simd::exclusive_or(high0, c3, Simd::broadcast_bits(k1));
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
     }
-};
+    lanes[0] = c0;
+    lanes[1] = c1;
+    lanes[2] = c2;
+    lanes[3] = c3;
+}
 
-/// Tiles begin at multiples of kPanel in both directions.
-inline void dropout_factors(const ScoreTerms& terms, const ScoreTile& tile, float* keep) {
+/// Tiles begin at multiples of kPanel in both directions, so that a call of Philox serves four
+/// entries of the tile: (row, key), (row + 8, key), (row, key + 8), (row + 8, key + 8).
+template <class Simd>
+void dropout_factors(const ScoreTerms& terms, const ScoreTile& tile, float* keep) {
+    using Vec = typename Simd::Vec;
+    constexpr int kCalls = kPanel / 2;  // of a row and its panel of keys
     const int keys_padded = static_cast<int>(round_up(tile.keys, kPanel));
-    const uint32_t drop_below = terms.dropout.drop_below;
+    const auto bound = Simd::broadcast_bits(terms.dropout.drop_below);
+    const Vec keep_scale = Simd::broadcast(terms.keep_scale);
     for (int r = 0; r < tile.rows; ++r) {
         if (r & 8) continue;
+        const uint32_t row = static_cast<uint32_t>(tile.row_begin + r);
+        const uint32_t row_code = ((row >> 4) << 3) | (row & 7u);
         for (int c = 0; c < keys_padded; c += kPanel) {
-            const DropoutBits bits(terms.dropout, static_cast<uint32_t>(tile.row_begin + r),
-                                   static_cast<uint32_t>(tile.key_begin + c));
-            // Lanes: (row, key), (row + 8, key), (row, key + 8), (row + 8, key + 8).
-            for (int lane = 0; lane < 4; ++lane) {
-                float* factors = keep + (r + (lane & 1) * 8) * tile.ld + c + (lane >> 1) * 8;
-                const uint32_t* lane_bits = bits.lane[lane];
-                for (int i = 0; i < 8; ++i) {
-                    factors[i] = lane_bits[i] >= drop_below ? terms.keep_scale : 0.0f;
-                    factors[i + 16] = lane_bits[i + 8] >= drop_below ? terms.keep_scale : 0.0f;
+            // Codes of keys are as dense as their calls: two keys for each.
+            const uint32_t key_code = static_cast<uint32_t>(tile.key_begin + c) / 2;
+            alignas(64) float factors[4][kCalls];
+            for (int call = 0; call < kCalls; call += Simd::kWidth) {
+                typename Simd::Bits lanes[4];
+                dropout_bits<Simd>(terms.dropout, row_code, key_code + call, lanes);
+                for (int lane = 0; lane < 4; ++lane) {
+                    Simd::store(factors[lane] + call,
+                                Simd::value_where_at_least(lanes[lane], bound, keep_scale));
                 }
+            }
+            for (int lane = 0; lane < 4; ++lane) {
+                float* dst = keep + (r + (lane & 1) * 8) * tile.ld + c + (lane >> 1) * 8;
+                std::memcpy(dst, factors[lane], 8 * sizeof(float));
+                std::memcpy(dst + 16, factors[lane] + 8, 8 * sizeof(float));
             }
         }
     }

@@ -76,6 +76,28 @@ struct Avx2Simd {
                          _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
     }
 
+    /// kWidth unsigned 32-bit numbers.
+    using Bits = __m256i;
+    static Bits broadcast_bits(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+    static Bits count_from(uint32_t first) {
+        return _mm256_add_epi32(broadcast_bits(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    }
+    static Bits exclusive_or(Bits a, Bits b, Bits c) {
+        return _mm256_xor_si256(_mm256_xor_si256(a, b), c);
+    }
+    /// The halves of the 64-bit products a * b.
+    static void multiply_wide(Bits a, Bits b, Bits* high, Bits* low) {
+        const __m256i even = _mm256_mul_epu32(a, b);
+        const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), b);
+        *high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+        *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+    }
+    /// value where bits >= bound, else 0.
+    static Vec value_where_at_least(Bits bits, Bits bound, Vec value) {
+        const __m256i mask = _mm256_cmpeq_epi32(_mm256_max_epu32(bits, bound), bits);
+        return _mm256_and_ps(_mm256_castsi256_ps(mask), value);
+    }
+
     /// dst[c][r] = src[r][c] of a kWidth x kWidth block of 32-bit words.
     static void transpose_words(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
         Vec row[8], half[8];

@@ -60,6 +60,29 @@ struct Avx512Simd {
                             _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
     }
 
+    /// kWidth unsigned 32-bit numbers.
+    using Bits = __m512i;
+    static Bits broadcast_bits(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+    static Bits count_from(uint32_t first) {
+        return _mm512_add_epi32(
+            broadcast_bits(first),
+            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    }
+    static Bits exclusive_or(Bits a, Bits b, Bits c) {
+        return _mm512_ternarylogic_epi32(a, b, c, 0x96);
+    }
+    /// The halves of the 64-bit products a * b.
+    static void multiply_wide(Bits a, Bits b, Bits* high, Bits* low) {
+        const __m512i even = _mm512_mul_epu32(a, b);
+        const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), b);
+        *high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+        *low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+    }
+    /// value where bits >= bound, else 0.
+    static Vec value_where_at_least(Bits bits, Bits bound, Vec value) {
+        return _mm512_maskz_mov_ps(_mm512_cmpge_epu32_mask(bits, bound), value);
+    }
+
     /// dst[c][r] = src[r][c] of a kWidth x kWidth block of 32-bit words.
     static void transpose_words(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
         Vec row[16], quad[16];

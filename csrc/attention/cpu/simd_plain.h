@@ -73,6 +73,26 @@ struct PlainSimd {
         for (int i = 0; i < kWidth; ++i) p[i] = float_to_fp16(v[i]);
     }
 
+    /// kWidth unsigned 32-bit numbers.
+    using Bits = uint32_t __attribute__((vector_size(16)));
+    static Bits broadcast_bits(uint32_t x) { return Bits{x, x, x, x}; }
+    static Bits count_from(uint32_t first) {
+        return Bits{first, first + 1, first + 2, first + 3};
+    }
+    static Bits exclusive_or(Bits a, Bits b, Bits c) { return a ^ b ^ c; }
+    /// The halves of the 64-bit products a * b.
+    static void multiply_wide(Bits a, Bits b, Bits* high, Bits* low) {
+        for (int i = 0; i < kWidth; ++i) {
+            const uint64_t product = uint64_t{a[i]} * b[i];
+            (*high)[i] = static_cast<uint32_t>(product >> 32);
+            (*low)[i] = static_cast<uint32_t>(product);
+        }
+    }
+    /// value where bits >= bound, else 0.
+    static Vec value_where_at_least(Bits bits, Bits bound, Vec value) {
+        return select(bits >= bound, value, broadcast(0.0f));
+    }
+
     /// dst[c][r] = src[r][c] of a kWidth x kWidth block of 32-bit words.
     static void transpose_words(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
         for (int r = 0; r < kWidth; ++r) {

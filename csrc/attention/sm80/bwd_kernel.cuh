@@ -76,7 +76,12 @@ struct QueryStep {
     }
 };
 
-/// Copies of what one step needs.
+template <class Config>
+using QueryLoader = TileLoader<Config::kBlockM, Config::kHeadDim, Config::kThreads>;
+template <class Config>
+using DoutLoader = TileLoader<Config::kBlockM, Config::kHeadDimV, Config::kThreads>;
+
+/// Where the tiles of a step come from.
 template <class Config>
 struct QueryTiles {
     const BwdArgs& args;
@@ -88,17 +93,51 @@ struct QueryTiles {
         return step.head * num_slots + first_slot + step.block;
     }
 
-    /// Q, and the rows' LSE and delta.
-    __device__ __forceinline__ void load_q(BwdSharedStorage<Config>& shared, uint32_t destination,
+    /// `exists` false: a tile of zeros, and nothing is read.
+    __device__ __forceinline__ QueryLoader<Config> q(const QueryStep& step, bool exists) const {
+        QueryLoader<Config> loader(q_rows(step), args.params.q_strides.row,
+                                   args.params.problem.head_dim / 8);
+        loader.begin_tile(exists ? rows_from(step) : 0);
+        return loader;
+    }
+    __device__ __forceinline__ DoutLoader<Config> dout(const QueryStep& step, bool exists) const {
+        DoutLoader<Config> loader(dout_rows(step), args.params.dout_strides.row,
+                                  args.params.problem.head_dim_v / 8);
+        loader.begin_tile(exists && args.params.dout != nullptr ? rows_from(step) : 0);
+        return loader;
+    }
+
+    /// Whole tiles at once, the rows' LSE and delta with Q.
+    __device__ __forceinline__ void load_q(BwdSharedStorage<Config>& shared, uint32_t tile,
                                            const QueryStep& step, int parity) const {
-        const AttentionBwdParams& params = args.params;
-        const int row = step.block * Config::kBlockM;
-        const uint16_t* q =
-            static_cast<const uint16_t*>(params.q) +
-            tensor_offset(params.q_strides, info.batch, info.row_q + row, step.head);
         load_tile<Config::kBlockM, Config::kHeadDim, Config::kThreads>(
-            destination, q, params.q_strides.row, static_cast<int>(info.seqlen_q) - row,
-            params.problem.head_dim / 8);
+            tile, q_rows(step), args.params.q_strides.row, rows_from(step),
+            args.params.problem.head_dim / 8);
+        load_rows(shared, step, parity);
+    }
+    __device__ __forceinline__ void load_dout(uint32_t tile, const QueryStep& step) const {
+        load_tile<Config::kBlockM, Config::kHeadDimV, Config::kThreads>(
+            tile, dout_rows(step), args.params.dout_strides.row,
+            args.params.dout != nullptr ? rows_from(step) : 0, args.params.problem.head_dim_v / 8);
+    }
+
+    __device__ __forceinline__ int rows_from(const QueryStep& step) const {
+        return static_cast<int>(info.seqlen_q) - step.block * Config::kBlockM;
+    }
+    __device__ __forceinline__ const uint16_t* q_rows(const QueryStep& step) const {
+        const int row = step.block * Config::kBlockM;
+        return static_cast<const uint16_t*>(args.params.q) +
+               tensor_offset(args.params.q_strides, info.batch, info.row_q + row, step.head);
+    }
+    __device__ __forceinline__ const uint16_t* dout_rows(const QueryStep& step) const {
+        const int row = step.block * Config::kBlockM;
+        return static_cast<const uint16_t*>(args.params.dout) +
+               tensor_offset(args.params.dout_strides, info.batch, info.row_q + row, step.head);
+    }
+
+    /// The LSE and delta of the step's rows.
+    __device__ __forceinline__ void load_rows(BwdSharedStorage<Config>& shared,
+                                              const QueryStep& step, int parity) const {
         constexpr int kUnits = Config::kBlockM / 4;
         const int thread = static_cast<int>(threadIdx.x);
         const int64_t offset = row_block(step) * Config::kBlockM;
@@ -109,19 +148,6 @@ struct QueryTiles {
             ptx::cp_async_16(ptx::shared_address(&shared.delta[parity][4 * (thread - 32)]),
                              args.workspace.delta + offset + 4 * (thread - 32), 16);
         }
-    }
-
-    __device__ __forceinline__ void load_dout(uint32_t destination, const QueryStep& step) const {
-        const AttentionBwdParams& params = args.params;
-        const int row = step.block * Config::kBlockM;
-        const bool is_zero = params.dout == nullptr;  // every row is filled with zeros then
-        const uint16_t* dout = is_zero ? static_cast<const uint16_t*>(params.out)
-                                       : static_cast<const uint16_t*>(params.dout) +
-                                             tensor_offset(params.dout_strides, info.batch,
-                                                           info.row_q + row, step.head);
-        load_tile<Config::kBlockM, Config::kHeadDimV, Config::kThreads>(
-            destination, dout, params.dout_strides.row,
-            is_zero ? 0 : static_cast<int>(info.seqlen_q) - row, params.problem.head_dim_v / 8);
     }
 };
 
@@ -235,39 +261,23 @@ constexpr Layout kInner = Layout::kContractionInner;
 constexpr Layout kOuter = Layout::kContractionOuter;
 
 /// dV += P^T dO or dK += dS^T Q: `scores` is P or dS, `operand` the tile of dO or Q.
-template <class Config, int kPitchB, int kTilesN, int kTilesD>
+template <class Config, int kPitchB, int kTilesN, int kTilesD, class Between = Nothing>
 __device__ __forceinline__ void add_key_gradient(float (&acc)[kTilesN][kTilesD][4],
                                                  const BwdWarp<Config>& warp,
-                                                 const uint16_t* scores, uint32_t operand) {
+                                                 const uint16_t* scores, uint32_t operand,
+                                                 Between&& between = {}) {
     gemm<typename Config::Element, kOuter, Config::kPitchS, kOuter, kPitchB, Config::kBlockM / 16>(
         acc, a_base<kOuter, Config::kPitchS>(ptx::shared_address(scores + warp.kv_row), warp.lane),
         b_base<kOuter, kPitchB>(operand + static_cast<uint32_t>(warp.kv_group * kTilesD * 8 * 2),
-                                warp.lane));
+                                warp.lane),
+        between);
 }
 
-/// Adds a warp's accumulator tile to sums in memory, laid out as AccumulatorLayout says.
-template <int kThreads, int kTilesM, int kTilesN>
-__device__ __forceinline__ void add_accumulator(float* sums,
-                                                const float (&acc)[kTilesM][kTilesN][4]) {
-    sums += threadIdx.x;
-#pragma unroll
-    for (int m = 0; m < kTilesM; ++m) {
-#pragma unroll
-        for (int n = 0; n < kTilesN; ++n) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                ptx::red_add_f32(sums + ((m * kTilesN + n) * 4 + e) * kThreads, acc[m][n][e]);
-            }
-        }
-    }
-}
-
-/// dQ = dS K of one block of query rows, added to the workspace.
+/// dQ = dS K of one block of query rows.
 template <class Config>
-__device__ __forceinline__ void add_query_gradient(const BwdSharedStorage<Config>& shared,
-                                                   const BwdWarp<Config>& warp, float* accum,
-                                                   int* turn, int order) {
-    float acc_dq[Config::kTilesQM][Config::kTilesQD][4];
+__device__ __forceinline__ void query_gradient(
+    float (&acc_dq)[Config::kTilesQM][Config::kTilesQD][4], const BwdSharedStorage<Config>& shared,
+    const BwdWarp<Config>& warp) {
     clear(acc_dq);
     gemm<typename Config::Element, kInner, Config::kPitchS, kOuter, Config::kPitch,
          Config::kBlockN / 16>(
@@ -275,18 +285,32 @@ __device__ __forceinline__ void add_query_gradient(const BwdSharedStorage<Config
         a_base<kInner, Config::kPitchS>(
             ptx::shared_address(&shared.ds[warp.q_row * Config::kPitchS]), warp.lane),
         b_base<kOuter, Config::kPitch>(ptx::shared_address(&shared.k[warp.q_column]), warp.lane));
-    if (turn != nullptr) wait_for_turn(turn, order);
-    add_accumulator<Config::kThreads>(accum, acc_dq);
-    if (turn != nullptr) pass_turn(turn);
 }
 
-/// The scores of one step and their gradients: fills shared.p and shared.ds.
-template <class Config>
+/// Adds part `part` of kParts of a warp's accumulator tile to sums in memory, laid out as
+/// AccumulatorLayout says.
+template <int kThreads, int kParts, int kTilesM, int kTilesN>
+__device__ __forceinline__ void add_accumulator(float* sums,
+                                                const float (&acc)[kTilesM][kTilesN][4], int part) {
+    constexpr int kEntries = kTilesM * kTilesN * 4 / kParts;
+    static_assert(kEntries * kParts == kTilesM * kTilesN * 4, "parts of one size");
+    sums += threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < kEntries; ++i) {
+        const int entry = part * kEntries + i;
+        ptx::red_add_f32(sums + entry * kThreads,
+                         acc[entry / 4 / kTilesN][entry / 4 % kTilesN][entry % 4]);
+    }
+}
+
+/// The scores of one step and their gradients: fills shared.p and shared.ds. between(i) runs among
+/// the products of S, see gemm.
+template <class Config, class Between>
 __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
                                            const BwdWarp<Config>& warp, uint32_t q, uint32_t dout,
                                            const BwdArgs& args, const BwdBlock& place,
                                            const QueryStep& step, const RowBounds& bounds,
-                                           int parity, bool masked) {
+                                           int parity, bool masked, Between&& between) {
     using Element = typename Config::Element;
     const AttentionProblem& problem = args.params.problem;
     const bool works = Config::kWarpsS == Config::kTile.warps || warp.warp < Config::kWarpsS;
@@ -305,7 +329,8 @@ __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
             a_base<kInner, Config::kPitch>(
                 q + static_cast<uint32_t>(warp.s_row * Config::kPitch * 2), warp.lane),
             b_base<kInner, Config::kPitch>(
-                ptx::shared_address(&shared.k[warp.s_column * Config::kPitch]), warp.lane));
+                ptx::shared_address(&shared.k[warp.s_column * Config::kPitch]), warp.lane),
+            between);
         if (masked) apply_mask(acc_s, row, key, bounds);
         gemm<Element, kInner, Config::kPitchV, kInner, Config::kPitchV, Config::kHeadDimV / 16>(
             acc_dp,
@@ -385,17 +410,38 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
 
         ptx::cp_async_wait_group<0>();
         __syncthreads();  // this step's tiles are there, the last step's are free
-        if (two_q && has_next) tiles.load_q(shared, next_q, next, parity ^ 1);
-        if (two_dout && has_next) tiles.load_dout(next_dout, next);
-        ptx::cp_async_commit_group();
 
         if constexpr (Config::kGeneral) {
             if (bias_columns_only && step.block == range.begin) {  // a new head
                 BiasGradient::clear_columns<Config::kWarpsSM, Config::kBlockN>(shared.bias_sum);
             }
         }
-        score_step(shared, warp, q, dout, args, place, step, bounds, parity,
-                   ragged || range.masked(step.block));
+        const bool spread_loads = Config::kSpreadLoads && two_q && two_dout;
+        if (!spread_loads) {
+            if (two_q && has_next) tiles.load_q(shared, next_q, next, parity ^ 1);
+            if (two_dout && has_next) tiles.load_dout(next_dout, next);
+            ptx::cp_async_commit_group();
+            score_step(shared, warp, q, dout, args, place, step, bounds, parity,
+                       ragged || range.masked(step.block), Nothing{});
+        } else if constexpr (Config::kSpreadLoads) {
+            if (has_next) tiles.load_rows(shared, next, parity ^ 1);
+            QueryLoader<Config> q_loader = tiles.q(next, has_next);
+            DoutLoader<Config> dout_loader = tiles.dout(next, has_next);
+            score_step(shared, warp, q, dout, args, place, step, bounds, parity,
+                       ragged || range.masked(step.block), [&](int slot) {
+                           constexpr int kQ = QueryLoader<Config>::kSteps;
+                           constexpr int kAll = kQ + DoutLoader<Config>::kSteps;
+                           constexpr int kSlots = Config::kHeadDim / 16 * Config::kTilesSN / 2;
+                           spread<kAll, kSlots>(slot, [&](int i) {
+                               if (i < kQ) {
+                                   q_loader.step(i, next_q);
+                               } else {
+                                   dout_loader.step(i - kQ, next_dout);
+                               }
+                           });
+                       });
+            ptx::cp_async_commit_group();
+        }
         __syncthreads();  // P and dS are there
 
         // dV += P^T dO
@@ -405,31 +451,30 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
             tiles.load_dout(next_dout, next);
             ptx::cp_async_commit_group();
         }
-        // dK += dS^T Q
-        add_key_gradient<Config, Config::kPitch>(warp.acc_dk, warp, shared.ds, q);
+        // dQ += dS K; its sums leave for memory among the products of dK += dS^T Q
+        float acc_dq[Config::kTilesQM][Config::kTilesQD][4];
+        query_gradient(acc_dq, shared, warp);
+        const int64_t row_block = tiles.row_block(step);
+        int* turn = args.workspace.dq_turn + row_block;
+        if (args.params.deterministic) {
+            // Key blocks that these rows see go from left to right.
+            const int64_t row = int64_t{step.block} * Config::kBlockM;
+            const int64_t row_end = row + Config::kBlockM;
+            const BlockRange keys = key_blocks(
+                mask, row, row_end < mask.seqlen_q ? row_end : mask.seqlen_q, Config::kBlockN);
+            wait_for_turn(turn, place.block - keys.begin);
+        }
+        float* dq_sums = args.workspace.dq_accum + row_block * (Config::kBlockM * Config::kHeadDim);
+        add_key_gradient<Config, Config::kPitch>(warp.acc_dk, warp, shared.ds, q, [&](int part) {
+            constexpr int kParts = Config::kBlockM / 16 * Config::kTilesKD / 2;
+            add_accumulator<Config::kThreads, kParts>(dq_sums, acc_dq, part);
+        });
+        if (args.params.deterministic) pass_turn(turn);
         if (!two_q && has_next) {
             __syncthreads();  // Q is free
             tiles.load_q(shared, next_q, next, parity ^ 1);
             ptx::cp_async_commit_group();
         }
-        // dQ += dS K
-        const int64_t row_block = tiles.row_block(step);
-        int* turn = nullptr;
-        int order = 0;
-        if (args.params.deterministic) {
-            turn = args.workspace.dq_turn + row_block;
-            // Key blocks that these rows see go from left to right.
-            const int64_t row = int64_t{step.block} * Config::kBlockM;
-            const int64_t row_end = row + Config::kBlockM;
-            order = place.block - key_blocks(mask, row,
-                                             row_end < mask.seqlen_q ? row_end : mask.seqlen_q,
-                                             Config::kBlockN)
-                                      .begin;
-        }
-        add_query_gradient(
-            shared, warp,
-            args.workspace.dq_accum + row_block * (Config::kBlockM * Config::kHeadDim), turn,
-            order);
 
         if constexpr (Config::kGeneral) {
             if (bias_columns_only && next.head != step.head) {
@@ -440,6 +485,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
         }
         step = next;
     }
+    if (Config::kSpreadLoads) ptx::cp_async_wait_group<0>();
 }
 
 /// Stores a tile of dK or dV through shared memory, where its K or V was.
@@ -511,11 +557,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         const int64_t tile =
             place.kv_head * BlockSlots::keys(problem, Config::kBlockN).count() + place.slot;
         if (range.begin < range.end) {
-            add_accumulator<Config::kThreads>(
-                args.workspace.dk_accum + tile * (Config::kBlockN * Config::kHeadDim), warp.acc_dk);
-            add_accumulator<Config::kThreads>(
-                args.workspace.dv_accum + tile * (Config::kBlockN * Config::kHeadDimV),
-                warp.acc_dv);
+            add_accumulator<Config::kThreads, 1>(
+                args.workspace.dk_accum + tile * (Config::kBlockN * Config::kHeadDim), warp.acc_dk,
+                0);
+            add_accumulator<Config::kThreads, 1>(
+                args.workspace.dv_accum + tile * (Config::kBlockN * Config::kHeadDimV), warp.acc_dv,
+                0);
         }
         return;
     }

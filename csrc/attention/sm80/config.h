@@ -16,7 +16,7 @@ struct FwdTile {
 /// Everything fits the 99 KB of the cards with the least shared memory (8.6, 8.9, 12.0).
 constexpr FwdTile fwd_tile(int head_dim, bool general) {
     return general && head_dim <= 128 ? FwdTile{64, 64, 4, 1, 2, false}
-           : head_dim == 64           ? FwdTile{128, 64, 4, 1, 2, true}
+           : head_dim == 64           ? FwdTile{128, 128, 4, 1, 2, false}
            : head_dim == 96           ? FwdTile{128, 64, 4, 1, 2, false}
            : head_dim == 128          ? FwdTile{128, 64, 4, 1, 2, false}
            : head_dim == 192          ? FwdTile{64, 64, 4, 1, 2, false}
@@ -58,22 +58,24 @@ struct BwdTile {
     int warps_s_m, warps_s_n;
     int warps_kv_n, warps_kv_d;
     int warps_q_m, warps_q_d;
+    bool spread_loads;  // copies among the products of the scores, where two stages fit
 };
 
 /// kSmall fits 99 KB (capabilities 8.6, 8.9, 12.0), the other one the 163 KB of 8.0.
 constexpr BwdTile bwd_tile(int head_dim, bool general, bool small) {
-    return head_dim == 64    ? BwdTile{64, 128, 8, 2, 4, 4, 2, 2, 4}
-           : head_dim == 96  ? (small ? BwdTile{64, 64, 8, 4, 2, 4, 2, 4, 2}
-                                      : BwdTile{64, 128, 8, 2, 4, 4, 2, 4, 2})
-           : head_dim == 128 ? (small ? BwdTile{64, 64, 8, 4, 2, 2, 4, 2, 4}
-                                      : BwdTile{64, 128, 8, 2, 4, 4, 2, 2, 4})
-           : head_dim == 192 ? (small ? BwdTile{32, 64, 8, 2, 4, 4, 2, 2, 4}
-                                      : BwdTile{64, 64, 8, 4, 2, 4, 2, 2, 4})
-           : head_dim == 256 ? (small     ? BwdTile{32, 32, 8, 2, 2, 2, 4, 2, 4}
-                                : general ? BwdTile{64, 32, 8, 4, 2, 2, 4, 2, 4}
-                                          : BwdTile{64, 64, 8, 4, 2, 4, 2, 2, 4})
-                             : (small ? BwdTile{16, 16, 8, 1, 1, 1, 8, 1, 8}
-                                      : BwdTile{32, 32, 8, 2, 2, 2, 4, 2, 4});  // 512
+    return head_dim == 64    ? (small || general ? BwdTile{64, 128, 8, 2, 4, 4, 2, 2, 4, false}
+                                                 : BwdTile{128, 128, 8, 4, 2, 4, 2, 4, 2, true})
+           : head_dim == 96  ? (small ? BwdTile{64, 64, 8, 4, 2, 4, 2, 4, 2, false}
+                                      : BwdTile{64, 128, 8, 2, 4, 4, 2, 4, 2, false})
+           : head_dim == 128 ? (small ? BwdTile{64, 64, 8, 4, 2, 2, 4, 2, 4, false}
+                                      : BwdTile{64, 128, 8, 2, 4, 4, 2, 2, 4, false})
+           : head_dim == 192 ? (small ? BwdTile{32, 64, 8, 2, 4, 4, 2, 2, 4, false}
+                                      : BwdTile{64, 64, 8, 2, 4, 2, 4, 2, 4, true})
+           : head_dim == 256 ? (small     ? BwdTile{32, 32, 8, 2, 2, 2, 4, 2, 4, false}
+                                : general ? BwdTile{64, 32, 8, 4, 2, 2, 4, 2, 4, false}
+                                          : BwdTile{64, 64, 8, 2, 4, 2, 4, 2, 4, true})
+                             : (small ? BwdTile{16, 16, 8, 1, 1, 1, 8, 1, 8, false}
+                                      : BwdTile{32, 32, 8, 2, 2, 2, 4, 2, 4, false});  // 512
 }
 
 template <class Element_, int kHeadDim_, int kHeadDimV_, bool kGeneral_, bool kSmall_>
@@ -89,6 +91,7 @@ struct BwdConfig {
     static constexpr int kPitch = pitch_of(kHeadDim);
     static constexpr int kPitchV = pitch_of(kHeadDimV);
     static constexpr int kPitchS = pitch_of(kBlockN);
+    static constexpr bool kSpreadLoads = kTile.spread_loads;
     // Accumulator tiles (16 rows x 8 columns) of a warp
     static constexpr int kWarpsSM = kTile.warps_s_m;
     static constexpr int kWarpsS = kTile.warps_s_m * kTile.warps_s_n;
@@ -101,6 +104,7 @@ struct BwdConfig {
     static constexpr int kTilesQD = kHeadDim / kTile.warps_q_d / 8;
     static_assert(kTile.warps_kv_n * kTile.warps_kv_d == kTile.warps, "dK and dV by all warps");
     static_assert(kTile.warps_q_m * kTile.warps_q_d == kTile.warps, "dQ by all warps");
+    static_assert(!kSpreadLoads || kWarpsS == kTile.warps, "all warps copy");
     static_assert(kTilesSM * 16 * kTile.warps_s_m == kBlockM, "whole tiles");
     static_assert(kTilesSN * 8 * kTile.warps_s_n == kBlockN, "whole tiles");
     static_assert(kTilesKvN * 16 * kTile.warps_kv_n == kBlockN, "whole tiles");

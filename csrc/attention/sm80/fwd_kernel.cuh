@@ -46,29 +46,10 @@ struct FwdBlock {
     }
 };
 
-/// Addresses and sizes that the key loop needs.
-struct KvTiles {
-    const uint16_t* k = nullptr;  // row 0 of the sequence, this head
-    const uint16_t* v = nullptr;
-    int64_t k_row_stride = 0;
-    int64_t v_row_stride = 0;
-    int seqlen_k = 0;
-    int k_units = 0;  // true head dims in units of 8 columns
-    int v_units = 0;
-
-    template <class Config>
-    __device__ __forceinline__ void load_k(uint32_t destination, int n_block) const {
-        const int row = n_block * Config::kBlockN;
-        load_tile<Config::kBlockN, Config::kHeadDim, Config::kThreads>(
-            destination, k + row * k_row_stride, k_row_stride, seqlen_k - row, k_units);
-    }
-    template <class Config>
-    __device__ __forceinline__ void load_v(uint32_t destination, int n_block) const {
-        const int row = n_block * Config::kBlockN;
-        load_tile<Config::kBlockN, Config::kHeadDimV, Config::kThreads>(
-            destination, v + row * v_row_stride, v_row_stride, seqlen_k - row, v_units);
-    }
-};
+template <class Config>
+using KeyLoader = TileLoader<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
+template <class Config>
+using ValueLoader = TileLoader<Config::kBlockN, Config::kHeadDimV, Config::kThreads>;
 
 /// A warp's place in the tile and its state over the key loop.
 template <class Config>
@@ -88,61 +69,60 @@ struct FwdWarp {
     }
 };
 
-/// Scores to probabilities, in place; rescales the output.
-template <class Config>
+/// Scores to probabilities, in place; rescales the output. See OnlineSoftmax about `between`.
+template <class Config, class Between>
 __device__ __forceinline__ void softmax_step(FwdWarp<Config>& warp,
                                              float (&acc_s)[Config::kTilesM][Config::kTilesN][4],
                                              const ScoreTerms& terms, const RowBounds& bounds,
-                                             float scale_log2, int row, int key, bool masked) {
+                                             float scale_log2, int row, int key, bool masked,
+                                             Between&& between) {
     if constexpr (Config::kGeneral) {
         if (terms.transforms()) terms.apply(acc_s, row, key);
     }
     if (masked) {
         apply_mask(acc_s, row, key, bounds);
-        warp.softmax.template update</*kGuard=*/true>(acc_s, warp.acc_o, scale_log2);
+        warp.softmax.template update</*kGuard=*/true>(acc_s, warp.acc_o, scale_log2, between);
     } else {
-        warp.softmax.template update</*kGuard=*/Config::kGeneral>(acc_s, warp.acc_o, scale_log2);
+        warp.softmax.template update</*kGuard=*/Config::kGeneral>(acc_s, warp.acc_o, scale_log2,
+                                                                  between);
     }
 }
 
 /// O += softmax(Q K^T) V over the key blocks of `range`, right to left: under a causal mask only
-/// the first ones cross the diagonal.
+/// the first ones cross the diagonal. Q and the first K tile are on their way; `keys` and `values`
+/// stand at the first row of the K tile after it and of its V tile.
 template <class Config>
 __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& shared,
-                                                 FwdWarp<Config>& warp, const KvTiles& tiles,
+                                                 FwdWarp<Config>& warp, KeyLoader<Config>& keys,
+                                                 ValueLoader<Config>& values,
                                                  const BlockRange& range, const RowBounds& bounds,
                                                  const ScoreTerms& terms, const Dropout& dropout,
-                                                 float scale_log2, int m_block, int num_stages) {
+                                                 float scale_log2, int m_block) {
     using Element = typename Config::Element;
-    using Stage = typename FwdSharedStorage<Config>::Stage;
     constexpr int kSteps = Config::kHeadDim / 16;
     constexpr Layout kInner = Layout::kContractionInner, kOuter = Layout::kContractionOuter;
+    constexpr int kSlots = kSteps * Config::kTilesN / 2;
 
     const int first_row = warp.row - warp.lane / 4;
+    const uint32_t sK = ptx::shared_address(shared.k), sV = ptx::shared_address(shared.v);
     const uint32_t q_base = a_base<kInner, Config::kPitch>(
         ptx::shared_address(&shared.q[first_row * Config::kPitch]), warp.lane);
-    const uint32_t first_k = ptx::shared_address(shared.stages[0].k);
-    const uint32_t first_v = ptx::shared_address(shared.stages[0].v);
+    const uint32_t k_base = b_base<kInner, Config::kPitch>(sK, warp.lane);
+    const uint32_t v_base =
+        b_base<kOuter, Config::kPitchV>(sV + static_cast<uint32_t>(warp.column * 2), warp.lane);
     uint32_t q_fragments[Config::kQInRegisters ? kSteps : 1][Config::kTilesM][4];
-    uint32_t stage = 0;  // byte offset of the stage in use
-    const bool two_stages = num_stages == 2;
 
+#pragma unroll 1
     for (int n_block = range.end - 1; n_block >= range.begin; --n_block) {
         ptx::cp_async_wait_group<0>();
-        __syncthreads();  // K (two stages: and V) of this block is there, the other stage is free
-        const uint32_t sK = first_k + stage, sV = first_v + stage;
-        if (two_stages) {
-            stage = stage == 0 ? static_cast<uint32_t>(sizeof(Stage)) : 0;
-            if (n_block > range.begin) {
-                tiles.load_k<Config>(first_k + stage, n_block - 1);
-                tiles.load_v<Config>(first_v + stage, n_block - 1);
-            }
-        } else {
-            tiles.load_v<Config>(sV, n_block);
-        }
-        ptx::cp_async_commit_group();
+        __syncthreads();  // K is there, the last V is free
 
-        // S = Q K^T
+        // S = Q K^T, while V starts
+        const auto load_values = [&](int slot) {
+            spread<ValueLoader<Config>::kSteps, (kSlots + 1) / 2>(
+                slot, [&](int i) { values.step(i, sV); });
+        };
+        values.begin_tile(bounds.seqlen_k - n_block * Config::kBlockN);
         float acc_s[Config::kTilesM][Config::kTilesN][4];
         clear(acc_s);
         if constexpr (Config::kQInRegisters) {
@@ -155,23 +135,28 @@ __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& share
                     }
                 }
             }
-            gemm_from_fragments<Element, Config::kPitch>(
-                acc_s, q_fragments, b_base<kInner, Config::kPitch>(sK, warp.lane));
+            gemm_from_fragments<Element, Config::kPitch>(acc_s, q_fragments, k_base, load_values);
         } else {
             gemm<Element, kInner, Config::kPitch, kInner, Config::kPitch, kSteps>(
-                acc_s, q_base, b_base<kInner, Config::kPitch>(sK, warp.lane));
+                acc_s, q_base, k_base, load_values);
         }
-        if (!two_stages) {
-            ptx::cp_async_wait_group<0>();
-            __syncthreads();  // V is there, K is free
-            if (n_block > range.begin) tiles.load_k<Config>(sK, n_block - 1);
-            ptx::cp_async_commit_group();
-        }
+        ptx::cp_async_commit_group();
+        values.to_previous_tile();
+        ptx::cp_async_wait_group<0>();
+        __syncthreads();  // V is there, K is free
 
-        // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
+        // P = exp2(S * scale_log2 - row_max), in place, while the next K starts; older output
+        // shrinks by the same factor
         const int row = m_block * Config::kBlockM + warp.row;
         const int key = n_block * Config::kBlockN + 2 * (warp.lane % 4);
-        softmax_step(warp, acc_s, terms, bounds, scale_log2, row, key, range.masked(n_block));
+        keys.begin_tile(n_block > range.begin ? Config::kBlockN : 0);  // after the last: no rows
+        softmax_step(warp, acc_s, terms, bounds, scale_log2, row, key, range.masked(n_block),
+                     [&](int slot) {
+                         spread<KeyLoader<Config>::kSteps, 2 * Config::kTilesM>(
+                             slot, [&](int i) { keys.step(i, sK); });
+                     });
+        ptx::cp_async_commit_group();
+        keys.to_previous_tile();
         if constexpr (Config::kGeneral) {
             if (dropout.drop_below > 0) {
                 for_each_dropout(acc_s, row, key, dropout, [](float& p, bool keep) {
@@ -181,11 +166,9 @@ __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& share
         }
 
         // O += P V
-        gemm_from_registers<Element, kOuter, Config::kPitchV>(
-            warp.acc_o, acc_s,
-            b_base<kOuter, Config::kPitchV>(sV + static_cast<uint32_t>(warp.column * 2),
-                                            warp.lane));
+        gemm_from_registers<Element, kOuter, Config::kPitchV>(warp.acc_o, acc_s, v_base);
     }
+    ptx::cp_async_wait_group<0>();
 }
 
 /// Normalises, writes the LSE, and stores the output through shared memory.
@@ -234,7 +217,7 @@ __device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
-    fwd_kernel(const __grid_constant__ AttentionFwdParams params, const int num_stages) {
+    fwd_kernel(const __grid_constant__ AttentionFwdParams params) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<FwdSharedStorage<Config>*>(shared_bytes);
     const AttentionProblem& problem = params.problem;
@@ -248,18 +231,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
     const BlockRange range =
         key_blocks(mask, first_row, first_row + (rows < Config::kBlockM ? rows : Config::kBlockM),
                    Config::kBlockN);
-
-    KvTiles tiles;
-    const int kv_head = place.head / problem.group_size();
-    tiles.k = static_cast<const uint16_t*>(params.k) +
-              tensor_offset(params.k_strides, info.batch, info.row_k, kv_head);
-    tiles.v = static_cast<const uint16_t*>(params.v) +
-              tensor_offset(params.v_strides, info.batch, info.row_k, kv_head);
-    tiles.k_row_stride = params.k_strides.row;
-    tiles.v_row_stride = params.v_strides.row;
-    tiles.seqlen_k = static_cast<int>(info.seqlen_k);
-    tiles.k_units = problem.head_dim / 8;
-    tiles.v_units = problem.head_dim_v / 8;
 
     float scale_log2 = problem.softmax_scale * kLog2E;
     ScoreTerms terms;
@@ -275,18 +246,28 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
 
     FwdWarp<Config> warp;
     if (range.begin < range.end) {
-        const uint16_t* q =
-            static_cast<const uint16_t*>(params.q) +
-            tensor_offset(params.q_strides, info.batch, info.row_q + first_row, place.head);
+        const int kv_head = place.head / problem.group_size();
+        const int64_t first_key = int64_t{range.end - 1} * Config::kBlockN;
+        KeyLoader<Config> keys(
+            static_cast<const uint16_t*>(params.k) +
+                tensor_offset(params.k_strides, info.batch, info.row_k + first_key, kv_head),
+            params.k_strides.row, problem.head_dim / 8);
+        ValueLoader<Config> values(
+            static_cast<const uint16_t*>(params.v) +
+                tensor_offset(params.v_strides, info.batch, info.row_k + first_key, kv_head),
+            params.v_strides.row, problem.head_dim_v / 8);
         load_tile<Config::kBlockM, Config::kHeadDim, Config::kThreads>(
-            ptx::shared_address(shared.q), q, params.q_strides.row, rows, problem.head_dim / 8);
-        tiles.load_k<Config>(ptx::shared_address(shared.stages[0].k), range.end - 1);
-        if (num_stages == 2) {
-            tiles.load_v<Config>(ptx::shared_address(shared.stages[0].v), range.end - 1);
-        }
+            ptx::shared_address(shared.q),
+            static_cast<const uint16_t*>(params.q) +
+                tensor_offset(params.q_strides, info.batch, info.row_q + first_row, place.head),
+            params.q_strides.row, rows, problem.head_dim / 8);
+        keys.begin_tile(static_cast<int>(info.seqlen_k - first_key));
+#pragma unroll
+        for (int i = 0; i < keys.kSteps; ++i) keys.step(i, ptx::shared_address(shared.k));
+        keys.to_previous_tile();
         ptx::cp_async_commit_group();
-        consume_kv_tiles(shared, warp, tiles, range, RowBounds::make(mask), terms, dropout,
-                         scale_log2, place.block, num_stages);
+        consume_kv_tiles(shared, warp, keys, values, range, RowBounds::make(mask), terms, dropout,
+                         scale_log2, place.block);
     }
     store_output(shared, warp, params, place, scale_log2);
 }

@@ -13,34 +13,27 @@ namespace flash_attn_norm {
 namespace sm80 {
 
 template <class Config>
-void launch_fwd_config(const AttentionFwdParams& params, const DeviceLimits& device,
-                       cudaStream_t stream) {
+void launch_fwd_config(const AttentionFwdParams& params, cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
     const int64_t ctas =
         BlockSlots::queries(problem, Config::kBlockM).count() * problem.num_heads_q;
     if (ctas == 0) return;
-    // A second stage must not cost a resident CTA.
-    constexpr int kTwoStages = FwdSharedStorage<Config>::bytes(2);
-    const bool two = kTwoStages <= device.shared_per_block &&
-                     Config::kMinCtas * (kTwoStages + kReservedShared) <= device.shared_per_sm;
-    const int bytes = FwdSharedStorage<Config>::bytes(two ? 2 : 1);
+    constexpr int kBytes = static_cast<int>(sizeof(FwdSharedStorage<Config>));
     FAN_CUDA_CHECK(cudaFuncSetAttribute(fwd_kernel<Config>,
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    fwd_kernel<Config><<<grid_size(ctas), Config::kThreads, bytes, stream>>>(params, two ? 2 : 1);
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    fwd_kernel<Config><<<grid_size(ctas), Config::kThreads, kBytes, stream>>>(params);
     check_launch("attention forward");
 }
 
 template <int kHeadDim, int kHeadDimV>
-void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream) {
+void launch_fwd(const AttentionFwdParams& params, cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
     dispatch_bool(needs_general_kernel(problem), [&](auto general) {
         constexpr bool kGeneral = decltype(general)::value;
         if (problem.dtype == DType::kBFloat16) {
-            launch_fwd_config<FwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral>>(params, device,
-                                                                                  stream);
+            launch_fwd_config<FwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral>>(params, stream);
         } else {
-            launch_fwd_config<FwdConfig<Float16, kHeadDim, kHeadDimV, kGeneral>>(params, device,
-                                                                                 stream);
+            launch_fwd_config<FwdConfig<Float16, kHeadDim, kHeadDimV, kGeneral>>(params, stream);
         }
     });
 }

@@ -41,7 +41,7 @@ inline bool needs_general_kernel(const AttentionProblem& problem) {
 
 /// One definition per size class, in fwd_hdim*.cu and bwd_hdim*.cu.
 template <int kHeadDim, int kHeadDimV>
-void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream);
+void launch_fwd(const AttentionFwdParams& params, cudaStream_t stream);
 
 /// CTAs that share the query heads of a K/V head: the fewest that divide the group and give at
 /// least `wanted` CTAs; all of the group if that is still too few.

@@ -14,19 +14,11 @@ FAN_HOST_DEVICE constexpr int pitch_of(int columns) {
     return columns + 8;
 }
 
-/// The forward pass: key and value tiles of one stage follow those of the other.
 template <class Config>
 struct FwdSharedStorage {
     alignas(16) uint16_t q[Config::kBlockM * Config::kPitch];  // the output tile at the end
-    struct Stage {
-        uint16_t k[Config::kBlockN * Config::kPitch];
-        uint16_t v[Config::kBlockN * Config::kPitchV];
-    };
-    Stage stages[1];  // and a second one behind it where the card has room
-
-    static constexpr int bytes(int num_stages) {
-        return static_cast<int>(sizeof(FwdSharedStorage) + (num_stages - 1) * sizeof(Stage));
-    }
+    alignas(16) uint16_t k[Config::kBlockN * Config::kPitch];
+    alignas(16) uint16_t v[Config::kBlockN * Config::kPitchV];
 };
 
 /// The backward pass. Behind it lie the Q tiles, then the dO tiles, one or two of each: as many as

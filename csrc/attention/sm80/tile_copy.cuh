@@ -5,6 +5,7 @@
 #include "attention/element.cuh"
 #include "attention/sm80/shared_storage.h"
 #include "ptx/cp_async.cuh"
+#include "ptx/opaque.cuh"
 
 namespace flash_attn_norm {
 namespace sm80 {
@@ -23,8 +24,73 @@ struct TileMap {
     static_assert(kColumns % (8 * kThreadsPerRow) == 0, "columns split evenly");
 };
 
-/// Starts the copy of a tile to shared memory; the caller commits. Rows from `rows` on and units of
-/// 8 columns from `units` on are filled with zeros and not read. `source` is row 0.
+/// Copies a tile to shared memory step by step, kRowStep rows at a time, so that the caller can
+/// spread the steps among other work: a burst of copies would block the queue that it shares with
+/// ldmatrix. (Smaller steps than whole rows are slower: measured in docs/portable_attention.md.)
+/// The caller commits.
+template <int kRows, int kColumns, int kThreads>
+struct TileLoader {
+    using Map = TileMap<kRows, kColumns, kThreads>;
+    static constexpr int kSteps = Map::kSteps;
+
+    const uint16_t* source = nullptr;  // this thread's first unit of the row that comes next
+    int64_t row_stride = 0;
+    int units = 0;      // true columns in units of 8; the rest is filled with zeros and not read
+    int rows_left = 0;  // of the tile, from this thread's first row on; likewise
+
+    /// `tensor` is row 0, column 0.
+    __device__ __forceinline__ TileLoader(const uint16_t* tensor, int64_t stride, int num_units)
+        : source(tensor + static_cast<int>(threadIdx.x) / Map::kThreadsPerRow * stride +
+                 static_cast<int>(threadIdx.x) % Map::kThreadsPerRow * 8),
+          row_stride(stride),
+          units(num_units) {}
+
+    /// After the last step: to the tile of the rows before this one's.
+    __device__ __forceinline__ void to_previous_tile() {
+        static_assert(Map::kEven, "whole steps");
+        source -= 2 * kRows * row_stride;
+    }
+
+    /// `rows`: those of the tensor from the tile's first one on.
+    __device__ __forceinline__ void begin_tile(int rows) {
+        rows_left = rows - static_cast<int>(threadIdx.x) / Map::kThreadsPerRow;
+    }
+
+    /// Steps go in order.
+    __device__ __forceinline__ void step(int i, uint32_t tile) {
+        const int first_row = static_cast<int>(threadIdx.x) / Map::kThreadsPerRow;
+        const int first_unit = static_cast<int>(threadIdx.x) % Map::kThreadsPerRow;
+        // One address per row, and constants along it: left alone, the compiler gives every copy an
+        // address of its own, and such a register is busy until its copy has left the queue.
+        ptx::make_opaque(source);
+        if (Map::kEven || first_row + i * Map::kRowStep < kRows) {
+#pragma unroll
+            for (int u = 0; u < Map::kUnits; ++u) {
+                const int unit = u * Map::kThreadsPerRow;
+                const bool exists = i * Map::kRowStep < rows_left && first_unit + unit < units;
+                ptx::cp_async_16(
+                    tile + static_cast<uint32_t>(((first_row + i * Map::kRowStep) * Map::kPitch +
+                                                  (first_unit + unit) * 8) *
+                                                 2),
+                    source + unit * 8, exists ? 16 : 0);
+            }
+        }
+        source += Map::kRowStep * row_stride;
+    }
+};
+
+/// Calls fn(i) for those of kCount calls that fall into slot `slot` when they are spread evenly
+/// over kSlots slots.
+template <int kCount, int kSlots, class Fn>
+__device__ __forceinline__ void spread(int slot, Fn&& fn) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        if (i * kSlots / kCount == slot) fn(i);
+    }
+}
+
+/// Starts the copy of a whole tile; the caller commits. Rows from `rows` on and units of 8 columns
+/// from `units` on are filled with zeros and not read. `source` is row 0.
 template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_tile(uint32_t destination, const uint16_t* source,
                                           int64_t row_stride, int rows, int units) {

@@ -79,10 +79,17 @@ __device__ __forceinline__ void load_b(uint32_t (&b)[4], uint32_t base, int n_pa
     }
 }
 
-/// acc += A B, both operands in shared memory; `a` and `b` come from a_base and b_base.
+struct Nothing {
+    __device__ __forceinline__ void operator()(int) const {}
+};
+
+/// acc += A B, both operands in shared memory; `a` and `b` come from a_base and b_base. between(i)
+/// runs after the i-th pair of columns of a contraction step (kSteps * kTilesN / 2 times in all):
+/// independent work to hide among the products.
 template <class Element, Layout kLayoutA, int kPitchA, Layout kLayoutB, int kPitchB, int kSteps,
-          int kTilesM, int kTilesN>
-__device__ __forceinline__ void gemm(float (&acc)[kTilesM][kTilesN][4], uint32_t a, uint32_t b) {
+          int kTilesM, int kTilesN, class Between = Nothing>
+__device__ __forceinline__ void gemm(float (&acc)[kTilesM][kTilesN][4], uint32_t a, uint32_t b,
+                                     Between&& between = {}) {
     static_assert(kTilesN % 2 == 0, "B fragments come in pairs");
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -99,15 +106,16 @@ __device__ __forceinline__ void gemm(float (&acc)[kTilesM][kTilesN][4], uint32_t
                 Element::mma(acc[m][n], fragment_a[m], fragment_b[n / 2][2 * (n % 2)],
                              fragment_b[n / 2][2 * (n % 2) + 1]);
             }
+            if (n % 2 == 1) between((k * kTilesN + n) / 2);
         }
     }
 }
 
 /// acc += A B^T for an A that was loaded before: fragments of kSteps steps.
-template <class Element, int kPitchB, int kSteps, int kTilesM, int kTilesN>
+template <class Element, int kPitchB, int kSteps, int kTilesM, int kTilesN, class Between = Nothing>
 __device__ __forceinline__ void gemm_from_fragments(float (&acc)[kTilesM][kTilesN][4],
                                                     const uint32_t (&a)[kSteps][kTilesM][4],
-                                                    uint32_t b) {
+                                                    uint32_t b, Between&& between = {}) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
@@ -119,6 +127,7 @@ __device__ __forceinline__ void gemm_from_fragments(float (&acc)[kTilesM][kTiles
                 Element::mma(acc[m][2 * n], a[k][m], fragment_b[0], fragment_b[1]);
                 Element::mma(acc[m][2 * n + 1], a[k][m], fragment_b[2], fragment_b[3]);
             }
+            between(k * kTilesN / 2 + n);
         }
     }
 }
