@@ -3,7 +3,6 @@
 import pytest
 import torch
 from errors import assert_same_bits
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from .comparison import make_inputs
 
@@ -78,8 +77,7 @@ def test_compiled_equals_eager(kernel, place, norm, has_residual, dynamic):
         return block(kernel, norm, dict(zip(inputs, tensors, strict=True)))
 
     # aot_eager traces forward and backward through the fakes, without Inductor's own rounding.
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=dynamic)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     dout = torch.randn(inputs["x"].shape, **place)
     results = []
     for run in (function, compiled):
@@ -87,7 +85,6 @@ def test_compiled_equals_eager(kernel, place, norm, has_residual, dynamic):
         results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
     for name, eager, ours in zip(["out", *inputs], *results, strict=True):
         assert_same_bits(name, ours, eager)
-    assert counter.frame_count == 1
 
 
 def test_inductor(kernel, bf16_place):

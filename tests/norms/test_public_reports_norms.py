@@ -127,8 +127,6 @@ def test_alignment(kernel, place, hidden_size):
 class TestMoreElementsThan32BitsCount:
     """The first, a middle and the last rows, against the same rows alone."""
 
-    PLACE = {"device": "cuda", "dtype": torch.bfloat16}
-
     @staticmethod
     def rows_alone(function, x, weight, rows):
         for row in rows:
@@ -142,8 +140,8 @@ class TestMoreElementsThan32BitsCount:
 
     def test_forward(self, kernel):
         # linkedin/Liger-Kernel#803
-        x = torch.randn(1_000_000, 4096, **self.PLACE)
-        weight = torch.randn(4096, **self.PLACE)
+        x = torch.randn(1_000_000, 4096, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
         out = kernel.rms_norm(x[None], weight)[0]
         rows = [0, 1, 524_287, 524_288, 524_289, 999_999]
         for row, alone in self.rows_alone(kernel.rms_norm, x, weight, rows):
@@ -151,8 +149,8 @@ class TestMoreElementsThan32BitsCount:
 
     def test_many_narrow_rows(self, kernel):
         # linkedin/Liger-Kernel#1483
-        x = torch.zeros(2**23 + 16, 256, **self.PLACE)
-        x[-1] = torch.randn(256, **self.PLACE)
+        x = torch.zeros(2**23 + 16, 256, device="cuda", dtype=torch.bfloat16)
+        x[-1] = torch.randn(256, device="cuda", dtype=torch.bfloat16)
         out = kernel.rms_norm(x)
         assert_zero("out", out[:-1])
         assert_same_bits("last row", out[-1:], kernel.rms_norm(x[-1:].clone()))
