@@ -5,7 +5,7 @@ surface, opcheck, the GQA backward suite and the norms suite, on the device that
 A variant that this machine's torch would not be offered is loaded from its folder instead, and the
 record says why.
 
-Runs on any Python that has torch, kernels and pytest, as GPU machines bring their own.
+Runs on any Python that has torch, kernels, transformers and pytest: GPU machines bring their own.
 """
 
 from __future__ import annotations
