@@ -81,34 +81,36 @@ struct FwdItem {
     SeqlenInfo info;
     int64_t batch, kv_head;
     Mask mask;
-    int64_t first_n_block;  // of those packed in the scratch
+    IndexRange keys;    // seen by any of the item's rows
+    bool has_one_tile;  // of query rows: each block is packed when it is used, still in cache
 
     char* k_block(int64_t n_block) const {
         const int64_t elements = int64_t{plan.block_n} * plan.head_dim;
-        return scratch.k + (n_block - first_n_block) * elements * plan.engine.operand_bytes;
+        return scratch.k + slot(n_block) * elements * plan.engine.operand_bytes;
     }
     char* v_block(int64_t n_block) const {
         const int64_t elements = int64_t{plan.block_n} * plan.head_dim_v;
-        return scratch.v + (n_block - first_n_block) * elements * plan.engine.operand_bytes;
+        return scratch.v + slot(n_block) * elements * plan.engine.operand_bytes;
+    }
+    int64_t slot(int64_t n_block) const {
+        return has_one_tile ? 0 : n_block - keys.begin / plan.block_n;
     }
 };
 
-void pack_keys_and_values(const FwdItem& item, const IndexRange& keys) {
+void pack_keys_and_values(const FwdItem& item, int64_t n_block) {
     const FwdPlan& plan = item.plan;
     const AttentionFwdParams& params = plan.params;
     const AttentionProblem& problem = plan.problem;
-    for (int64_t n_block = item.first_n_block; n_block * plan.block_n < keys.end; ++n_block) {
-        const int64_t key = n_block * plan.block_n;
-        const int64_t count = min_of(plan.block_n, keys.end - key);
-        const auto rows_of = [&](const void* data, const TensorStrides& strides, int cols) {
-            return tensor_rows(data, problem.dtype, strides, item.info.batch, item.info.row_k + key,
-                               item.kv_head, count, cols);
-        };
-        plan.engine.pack_b_transposed(rows_of(params.k, params.k_strides, problem.head_dim),
-                                      item.k_block(n_block), int64_t{plan.head_dim} * kPanel);
-        plan.engine.pack_b(rows_of(params.v, params.v_strides, problem.head_dim_v),
-                           item.v_block(n_block), int64_t{plan.block_n} * kPanel);
-    }
+    const int64_t key = n_block * plan.block_n;
+    const int64_t count = min_of(plan.block_n, item.keys.end - key);
+    const auto rows_of = [&](const void* data, const TensorStrides& strides, int cols) {
+        return tensor_rows(data, problem.dtype, strides, item.info.batch, item.info.row_k + key,
+                           item.kv_head, count, cols);
+    };
+    plan.engine.pack_b_transposed(rows_of(params.k, params.k_strides, problem.head_dim),
+                                  item.k_block(n_block), int64_t{plan.head_dim} * kPanel);
+    plan.engine.pack_b(rows_of(params.v, params.v_strides, problem.head_dim_v),
+                       item.v_block(n_block), int64_t{plan.block_n} * kPanel);
 }
 
 /// acc_o and the softmax state of rows [row, row + rows) after all keys that they see.
@@ -129,6 +131,7 @@ void attend_to_keys(const FwdItem& item, const ScoreTerms& terms, int64_t row, i
         const int num_keys = static_cast<int>(min_of(plan.block_n, keys.end - key));
         const int num_keys_padded = static_cast<int>(round_up(num_keys, kPanel));
         const ScoreTile tile{s.scores, plan.block_n, row, key, rows, num_keys};
+        if (item.has_one_tile) pack_keys_and_values(item, n_block);
 
         // S = Q K^T
         engine.gemm(GemmArgs{s.q, plan.head_dim, item.k_block(n_block),
@@ -195,8 +198,14 @@ void run_item(const FwdPlan& plan, const FwdScratch& scratch, int64_t index) {
 
     const Mask mask = mask_of(problem, info);
     const IndexRange keys = mask.keys(row_begin, row_end);
-    const FwdItem item{plan, scratch, info, batch, kv_head, mask, keys.begin / plan.block_n};
-    if (!keys.empty()) pack_keys_and_values(item, keys);
+    const bool has_one_tile = problem.group_size() == 1 && row_end - row_begin <= plan.block_m;
+    const FwdItem item{plan, scratch, info, batch, kv_head, mask, keys, has_one_tile};
+    if (!has_one_tile) {
+        for (int64_t n_block = keys.begin / plan.block_n; n_block * plan.block_n < keys.end;
+             ++n_block) {
+            pack_keys_and_values(item, n_block);
+        }
+    }
 
     for (int g = 0; g < problem.group_size(); ++g) {
         const int64_t head = kv_head * problem.group_size() + g;

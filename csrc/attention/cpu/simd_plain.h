@@ -76,9 +76,7 @@ struct PlainSimd {
     /// kWidth unsigned 32-bit numbers.
     using Bits = uint32_t __attribute__((vector_size(16)));
     static Bits broadcast_bits(uint32_t x) { return Bits{x, x, x, x}; }
-    static Bits count_from(uint32_t first) {
-        return Bits{first, first + 1, first + 2, first + 3};
-    }
+    static Bits count_from(uint32_t first) { return Bits{first, first + 1, first + 2, first + 3}; }
     static Bits exclusive_or(Bits a, Bits b, Bits c) { return a ^ b ^ c; }
     /// The halves of the 64-bit products a * b.
     static void multiply_wide(Bits a, Bits b, Bits* high, Bits* low) {
