@@ -1,10 +1,11 @@
-"""Attention against torch's own, forward and backward, on the same threads in the same run.
+"""Attention against torch's own, forward and backward, in the same run.
 
-    python -m benchmarks.attention --device cpu
+    python -m benchmarks.attention --device cpu      on the same threads
+    python -m benchmarks.attention --device cuda     bfloat16, every backend; what features cost
 
 Prints a table and writes benchmarks/results/attention_<device>.json. The candidates take turns, so
-that whatever else the machine does hits all of them; `ratio` is our time over torch's, of the
-fastest turn of each and of the median turn.
+that whatever else the machine does hits all of them. On the CPU `ratio` is our time over torch's,
+of the fastest turn of each and of the median turn; on a GPU, our speed over the flash backend's.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import torch
 from kernels import get_local_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.attention_cuda import measure_cuda
 from benchmarks.record import write_record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -123,11 +125,11 @@ def print_figure(figure: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder of variants")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=DTYPES)
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096])
+    parser.add_argument("--head-dims", nargs="+", type=int, help="default 64 128; GPU 256 too")
+    parser.add_argument("--seqlens", nargs="+", type=int, help="default 512 to 4096, GPU to 16384")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--num-heads-q", type=int, default=8)
     parser.add_argument("--num-heads-kv", type=int, default=8)
@@ -138,9 +140,16 @@ def main() -> None:
 
     torch.manual_seed(0)
     kernel = get_local_kernel(args.build)
-    figures = measure_cpu(kernel, args)
+    on_gpu = args.device == "cuda"
+    args.head_dims = args.head_dims or ([64, 128, 256] if on_gpu else [64, 128])
+    args.seqlens = args.seqlens or [2**n for n in range(9, 15 if on_gpu else 13)]
+    if on_gpu:
+        figures = measure_cuda(kernel, args.head_dims, args.seqlens, args.turns)
+    else:
+        figures = measure_cpu(kernel, args)
     if not args.no_record:
-        print(write_record(f"attention_{args.device}", kernel, torch.device("cpu"), figures))
+        device = torch.device(args.device)
+        print(write_record(f"attention_{args.device}", kernel, device, figures))
 
 
 if __name__ == "__main__":
