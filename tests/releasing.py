@@ -84,16 +84,11 @@ def prepare(project) -> "ReleaseProject":
     return ready
 
 
-class ReleaseProject:
-    """The project's folder, with the steps of a release."""
+class ProjectFolder:
+    """A project's files."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.build = root / "build"
-
-    def copy_to(self, root: Path) -> "ReleaseProject":
-        shutil.copytree(self.root, root, symlinks=True)
-        return ReleaseProject(root)
 
     def write(self, name: str, text: str) -> None:
         path = self.root / name
@@ -104,6 +99,18 @@ class ReleaseProject:
         text = (self.root / name).read_text()
         assert old in text
         self.write(name, text.replace(old, new))
+
+
+class ReleaseProject(ProjectFolder):
+    """A project's folder, with the steps of a release."""
+
+    @property
+    def build(self) -> Path:
+        return self.root / "build"
+
+    def copy_to(self, root: Path) -> "ReleaseProject":
+        shutil.copytree(self.root, root, symlinks=True)
+        return ReleaseProject(root)
 
     def git(self, *arguments: str) -> str:
         identity = ["-c", "user.name=t", "-c", "user.email=t@localhost"]

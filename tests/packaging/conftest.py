@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
-from releasing import REPO_ID, ReleaseProject, prepare
+from releasing import REPO_ID, ProjectFolder, ReleaseProject, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,24 +56,14 @@ FILES = {
 }
 
 
-class Project:
+class Project(ProjectFolder):
     """A project in a folder of its own, and the command that builds it."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        super().__init__(root)
         self.write("build.toml", BUILD_TOML)
         for name, text in FILES.items():
             self.write(name, text)
-
-    def write(self, name: str, text: str) -> None:
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    def replace(self, name: str, old: str, new: str) -> None:
-        text = (self.root / name).read_text()
-        assert old in text
-        self.write(name, text.replace(old, new))
 
     def commit(self) -> str:
         """Commits everything; returns the first digits of the tree's id."""
