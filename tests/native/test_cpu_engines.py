@@ -226,6 +226,18 @@ def test_scales_that_are_not_positive(native, place, scale):
     check(native, inputs, softmax_scale=scale, causal=True)
 
 
+def test_strides_beyond_32_bits(native, place):
+    """The memory between the two entries is reserved, never touched."""
+    far, apart = 2**31 + 64, 4096
+    memory = torch.empty(far + 3 * apart, dtype=place["dtype"])
+    inputs = make_inputs(place, 2, 9, 9, (2, 1), 16)
+    for index, (name, near) in enumerate(inputs.items()):
+        strides_of_far = (far, *near.stride()[1:])
+        view = memory.as_strided(near.shape, strides_of_far, index * apart)
+        inputs[name] = view.copy_(near)
+    check(native, inputs, causal=True)
+
+
 def test_all_engines_are_reached(native):
     """Each limit below the machine's best selects exactly itself."""
     for wanted in range(native.cpu_isa() + 1):
