@@ -86,6 +86,7 @@ struct BiasScratch {
     char *q, *dout;   // [block_m, head_dim], [block_m, head_dim_v]
     char *k_t, *v_t;  // B form of [head_dim, block_n], [head_dim_v, block_n]
     float *scores, *dprobs, *keep, *softcap_factor, *dbias;  // [block_m, block_n]
+    float* dbias_of_tile;                                    // [block_n]
     float *lse_log2, *delta;                                 // [block_m]
 
     BiasScratch(Arena& arena, const BiasPlan& plan) {
@@ -99,6 +100,7 @@ struct BiasScratch {
         keep = plan.problem.dropout_p > 0.0f ? arena.take<float>(tile) : nullptr;
         softcap_factor = nullptr;  // the bias is added after the softcap
         dbias = arena.take<float>(tile);
+        dbias_of_tile = arena.take<float>(plan.block_n);
         lse_log2 = arena.take<float>(plan.block_m);
         delta = arena.take<float>(plan.block_m);
     }
@@ -145,8 +147,17 @@ void add_tile(const BiasPlan& plan, const BiasScratch& s, const SeqlenInfo& info
     gradient.keep = s.keep;
     gradient.dprobs = s.dprobs;
     gradient.dbias = s.dbias;
-    gradient.dbias_ld = plan.sums_rows ? 0 : plan.block_n;
+    gradient.dbias_ld = plan.block_n;
+    if (plan.sums_rows) {
+        // The tile's rows first, then the tiles: shorter sums, smaller rounding errors.
+        gradient.dbias = s.dbias_of_tile;
+        gradient.dbias_ld = 0;
+        std::memset(s.dbias_of_tile, 0, static_cast<size_t>(keys_padded) * sizeof(float));
+    }
     engine.softmax_gradient(tile, terms.scale_log2(), gradient);
+    if (plan.sums_rows) {
+        for (int c = 0; c < keys; ++c) s.dbias[c] += s.dbias_of_tile[c];
+    }
 }
 
 void run_item(const BiasPlan& plan, const BiasScratch& s, int64_t index) {

@@ -11,8 +11,7 @@
 
 // From here to the end everything is compiled for AVX-512. What other files share (standard
 // headers, inline functions) stays above: the linker keeps one copy of it, which must run on any
-// machine. GCC 12 takes its own _mm512_undefined_epi32() for a fault of ours.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+// machine.
 FAN_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 
 // clang-format off
