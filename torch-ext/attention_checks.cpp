@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -97,6 +98,9 @@ Shapes check_shapes(const AttentionArguments& arguments) {
     if (num_heads_kv < 1 || num_heads_q < 1 || num_heads_q % num_heads_kv != 0) {
         refuse("q has ", num_heads_q, " heads and k and v have ", num_heads_kv,
                "; num_heads_q must be a positive multiple of num_heads_kv");
+    }
+    if (num_heads_q > std::numeric_limits<int32_t>::max()) {
+        refuse("q has ", num_heads_q, " heads; at most 2147483647 are allowed");
     }
     if (q.size(last) != k.size(last)) {
         refuse("q has head_dim ", q.size(last), " and k has head_dim ", k.size(last),
@@ -263,8 +267,8 @@ void check_s_aux(const Tensor& s_aux, const Shapes& shapes) {
 
 void check_attn_bias(const Tensor& bias, const Shapes& shapes, ScalarType dtype) {
     if (bias.scalar_type() != dtype && bias.scalar_type() != ScalarType::Float) {
-        refuse("attn_bias has dtype ", bias.scalar_type(), "; it must be q's, ", dtype,
-               ", or torch.float32");
+        refuse("attn_bias has dtype ", bias.scalar_type(), "; it must be torch.float32",
+               dtype == ScalarType::Float ? std::string(", as q's") : " or q's, " + text(dtype));
     }
     const auto one_or = [&](int64_t dim, int64_t size) {
         return bias.size(dim) == 1 || bias.size(dim) == size;

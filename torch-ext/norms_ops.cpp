@@ -194,7 +194,7 @@ NormProblem make_problem(const Tensor& x, const std::optional<Tensor>& weight, d
     problem.inv_hidden_size = 1.0f / static_cast<float>(problem.hidden_size);
     problem.x_dtype = fan::to_dtype("x", x);
     problem.is_layer_norm = is_layer_norm;
-    if (!std::isfinite(weight_offset)) {
+    if (!std::isfinite(static_cast<float>(weight_offset))) {
         fan::refuse("weight_offset = ", weight_offset, "; it must be finite");
     }
     if (weight) {
@@ -226,7 +226,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_fwd(const Tensor& x, const std::optional
                                             bool is_layer_norm, bool residual_in_fp32,
                                             bool needs_residual_out) {
     check_input("x", x);
-    if (!std::isfinite(eps) || eps < 0.0) {
+    if (!std::isfinite(static_cast<float>(eps)) || eps < 0.0) {
         fan::refuse("eps = ", eps, "; it must be finite and not negative");
     }
     NormFwdParams params;

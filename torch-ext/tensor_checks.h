@@ -51,6 +51,16 @@ inline std::string text(ScalarType dtype) {
             return "torch.int32";
         case ScalarType::Long:
             return "torch.int64";
+        case ScalarType::Byte:
+            return "torch.uint8";
+        case ScalarType::Char:
+            return "torch.int8";
+        case ScalarType::Short:
+            return "torch.int16";
+        case ScalarType::ComplexFloat:
+            return "torch.complex64";
+        case ScalarType::ComplexDouble:
+            return "torch.complex128";
         case ScalarType::Bool:
             return "torch.bool";
         default:

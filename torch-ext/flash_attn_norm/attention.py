@@ -6,6 +6,7 @@ from typing import Optional, Union
 
 from torch import Tensor
 
+from .arguments import check_flag, check_number, check_tensor, check_whole_number
 from .attention_op import attention
 
 AttentionResult = Union[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, None]]
@@ -76,9 +77,9 @@ def flash_attn_func(
     Raises:
         ValueError: an argument that is not as above; the text names it, its value and what is
             allowed.
-        NotImplementedError: on differentiating a gradient once more.
+        NotImplementedError: on differentiating a gradient once more, or in forward mode.
     """
-    _check_return_attn_probs(return_attn_probs, dropout_p)
+    _check_results(return_attn_probs, return_softmax_lse, dropout_p)
     out, softmax_lse = attention(
         q,
         k,
@@ -150,7 +151,7 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: as ``flash_attn_func``.
     """
-    _check_return_attn_probs(return_attn_probs, dropout_p)
+    _check_results(return_attn_probs, return_softmax_lse, dropout_p)
     _check_index_tensor("cu_seqlens_q", cu_seqlens_q)
     _check_index_tensor("cu_seqlens_k", cu_seqlens_k)
     _check_max_seqlen("max_seqlen_q", max_seqlen_q)
@@ -367,8 +368,10 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _check_return_attn_probs(return_attn_probs: bool, dropout_p: float) -> None:
-    if return_attn_probs and dropout_p > 0:
+def _check_results(return_attn_probs: bool, return_softmax_lse: bool, dropout_p: float) -> None:
+    check_flag("return_softmax_lse", return_softmax_lse)
+    with_probs = check_flag("return_attn_probs", return_attn_probs)
+    if with_probs and check_number("dropout_p", dropout_p) > 0:
         raise ValueError(
             f"return_attn_probs is True with dropout_p {dropout_p}, but no probability matrix is "
             "kept; use return_softmax_lse=True, or dropout_p 0"
@@ -389,11 +392,12 @@ def _check_max_seqlen(name: str, value: Union[int, Tensor]) -> None:
                 f"{name} has shape {tuple(value.shape)}; it must be an int or a tensor without "
                 "dimensions"
             )
-    elif value is None or value < 0:
+    elif value is None or check_whole_number(name, value) < 0:
         raise ValueError(f"{name} is {value}; it must be an int of at least 0, or a tensor")
 
 
 def _check_packed(name: str, value: Tensor, shape: str, dim: int, count: int) -> None:
+    check_tensor(name, value)
     if value.dim() != dim + 3 or value.shape[dim] != count:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {shape}")
 

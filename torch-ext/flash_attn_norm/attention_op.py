@@ -8,6 +8,14 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
+from .arguments import (
+    check_flag,
+    check_number,
+    check_optional_tensor,
+    check_tensor,
+    check_whole_number,
+    refuse_forward_mode,
+)
 
 _check_values = False
 
@@ -25,15 +33,17 @@ def check_inputs(enabled: bool) -> None:
         enabled: True or False, for all later calls of this process.
 
     Raises:
+        ValueError: if ``enabled`` is no such value.
         RuntimeError: if switched on, or left on, while a CUDA graph is captured.
     """
     global _check_values
+    enabled = check_flag("enabled", enabled)
     if enabled and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "check_inputs(True) was called during a CUDA graph capture, which forbids the "
             "synchronisation that it asks for; call it before or after the capture"
         )
-    _check_values = bool(enabled)
+    _check_values = enabled
 
 
 def attention(
@@ -53,10 +63,11 @@ def attention(
     attn_bias: Optional[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """One call of the differentiable op; gives ``(out, softmax_lse)``."""
-    if len(window_size) != 2:
-        raise ValueError(
-            f"window_size is {tuple(window_size)}; it must have two entries, (left, right)"
-        )
+    check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, s_aux, attn_bias)
+    window_left, window_right = _check_window_size(window_size)
+    causal, softcap, dropout_p = check_scalars(causal, softcap, dropout_p)
+    deterministic = check_flag("deterministic", deterministic)
+    refuse_forward_mode("attention", q=q, k=k, v=v, s_aux=s_aux, attn_bias=attn_bias)
     if alibi_slopes is not None and alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "alibi_slopes.requires_grad is True, but attention has no gradient for them; pass "
@@ -65,6 +76,8 @@ def attention(
     if softmax_scale is None:
         # A tensor without dimensions or without a head_dim goes on to the op, which refuses it.
         softmax_scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    else:
+        softmax_scale = check_number("softmax_scale", softmax_scale)
     # Drawn here, so that capture, compile and checkpointing treat it as torch's own randomness.
     rng_state = draw_rng_state(q) if dropout_p > 0 else None
     return ops.attention_fwd(
@@ -79,13 +92,60 @@ def attention(
         rng_state,
         softmax_scale,
         causal,
-        window_size[0],
-        window_size[1],
+        window_left,
+        window_right,
         softcap,
         dropout_p,
         deterministic,
         _check_values,
     )
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+    s_aux: Optional[Tensor],
+    attn_bias: Optional[Tensor],
+) -> None:
+    """Refuses what the op could not dispatch on; shapes, dtypes and devices are the op's matter."""
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if type(value).__name__ == "DTensor":  # by name: importing it takes a second
+            raise ValueError(
+                f"{name} is a DTensor; attention takes plain tensors: {name}.to_local() where only "
+                f"batch or heads are sharded, {name}.full_tensor() otherwise"
+            )
+        check_tensor(name, value)
+    check_optional_tensor("cu_seqlens_q", cu_seqlens_q)
+    check_optional_tensor("cu_seqlens_k", cu_seqlens_k)
+    check_optional_tensor("alibi_slopes", alibi_slopes)
+    check_optional_tensor("s_aux", s_aux)
+    check_optional_tensor("attn_bias", attn_bias)
+
+
+def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool, float, float]:
+    """The three as the op's schema takes them; their ranges are the op's matter."""
+    return (
+        check_flag("causal", causal),
+        check_number("softcap", softcap),
+        check_number("dropout_p", dropout_p),
+    )
+
+
+def _check_window_size(window_size: Sequence[int]) -> tuple[int, int]:
+    if not isinstance(window_size, (tuple, list, Sequence, Tensor)) or (
+        isinstance(window_size, Tensor) and window_size.dim() != 1
+    ):
+        raise ValueError(f"window_size is {window_size!r}; it must be two ints, (left, right)")
+    if len(window_size) != 2:
+        raise ValueError(
+            f"window_size is {tuple(window_size)}; it must have two entries, (left, right)"
+        )
+    left, right = window_size
+    return check_whole_number("window_size[0]", left), check_whole_number("window_size[1]", right)
 
 
 def draw_rng_state(q: Tensor) -> Tensor:

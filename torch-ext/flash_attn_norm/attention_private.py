@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ._ops import ops
-from .attention_op import checks_values, draw_rng_state
+from .arguments import check_flag, check_number, check_tensor, check_whole_number
+from .attention_op import check_scalars, check_tensors, checks_values, draw_rng_state
 
 _ROW_BLOCK = 128  # FlashAttention-2 rounds the rows of softmax_d up to this
 
@@ -23,6 +24,47 @@ def _refuse_given(**arguments: Optional[Tensor]) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} is given, but it is not supported; it must be None")
+
+
+def _check_index_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    # The op takes their absence for dense attention.
+    check_tensor("cu_seqlens_q", cu_seqlens_q)
+    check_tensor("cu_seqlens_k", cu_seqlens_k)
+
+
+def _check_scalars(
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+) -> tuple[float, float, bool, int, int, float]:
+    causal, softcap, dropout_p = check_scalars(causal, softcap, dropout_p)
+    return (
+        dropout_p,
+        check_number("softmax_scale", softmax_scale),
+        causal,
+        check_whole_number("window_size_left", window_size_left),
+        check_whole_number("window_size_right", window_size_right),
+        softcap,
+    )
+
+
+def _check_gradients(q: Tensor, k: Tensor, v: Tensor, **given: Optional[Tensor]) -> None:
+    """Refuses tensors among dout, out, softmax_lse, dq, dk and dv that are none, and gradients
+    that do not have their input's shape: a copy would broadcast into them."""
+    for name, value in given.items():
+        like = {"dq": q, "dk": k, "dv": v}.get(name)
+        if like is None:
+            check_tensor(name, value)
+        elif value is not None:
+            check_tensor(name, value)
+            if value.shape != like.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}; it must be that of {name[1:]}, "
+                    f"{tuple(like.shape)}"
+                )
 
 
 def _fill(gradients, results) -> None:
@@ -59,6 +101,10 @@ def _flash_attn_forward(
     mask; zeros without dropout. Shapes and errors are those of ``flash_attn_func``.
     """
     _refuse_return_softmax(return_softmax)
+    check_tensors(q, k, v, None, None, alibi_slopes, None, None)
+    dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     rng_state = draw_rng_state(q) if dropout_p > 0 else None
     out, softmax_lse = ops.attention_fwd(
         q,
@@ -111,6 +157,12 @@ def _flash_attn_backward(
     ``softmax_d`` is (batch_size, num_heads_q, seqlen_q rounded up to 128) float32, the row sums of
     dout * out; zero in the rows past seqlen_q. ``rng_state`` is the forward pass's.
     """
+    check_tensors(q, k, v, None, None, alibi_slopes, None, None)
+    _check_gradients(q, k, v, dout=dout, out=out, softmax_lse=softmax_lse, dq=dq, dk=dk, dv=dv)
+    deterministic = check_flag("deterministic", deterministic)
+    dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     gradients = ops.attention_bwd(
         dout,
         None,
@@ -172,6 +224,11 @@ def _flash_attn_varlen_forward(
     """
     _refuse_return_softmax(return_softmax)
     _refuse_given(block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
+    _check_index_tensors(cu_seqlens_q, cu_seqlens_k)
+    check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, None, None)
+    dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     rng_state = draw_rng_state(q) if dropout_p > 0 else None
     out, softmax_lse = ops.attention_fwd(
         q,
@@ -229,6 +286,13 @@ def _flash_attn_varlen_backward(
     ``softmax_d`` is (num_heads_q, total_q + 128 * batch_size) float32: sequence i begins at column
     ``cu_seqlens_q[i] + 128 * i``; zero in all other columns.
     """
+    _check_index_tensors(cu_seqlens_q, cu_seqlens_k)
+    check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, None, None)
+    _check_gradients(q, k, v, dout=dout, out=out, softmax_lse=softmax_lse, dq=dq, dk=dk, dv=dv)
+    deterministic = check_flag("deterministic", deterministic)
+    dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
+    )
     gradients = ops.attention_bwd(
         dout,
         None,

@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
+from .arguments import (
+    check_flag,
+    check_number,
+    check_optional_tensor,
+    check_tensor,
+    refuse_forward_mode,
+)
 
 # As csrc/norms/params.h numbers them.
 _CASTING_MODES = {"llama": 0, "gemma": 1, "none": 2}
@@ -51,8 +58,9 @@ def rms_norm(
 
     Raises:
         ValueError: for a shape, dtype, device, eps or casting_mode other than said here.
+        NotImplementedError: on differentiating a gradient once more, or in forward mode.
     """
-    if casting_mode not in _CASTING_MODES:
+    if not isinstance(casting_mode, str) or casting_mode not in _CASTING_MODES:
         raise ValueError(
             f"casting_mode is {casting_mode!r}; allowed are 'llama', 'gemma' and 'none'"
         )
@@ -103,6 +111,7 @@ def layer_norm(
 
     Raises:
         ValueError: for a shape, dtype, device or eps other than said here.
+        NotImplementedError: on differentiating a gradient once more, or in forward mode.
     """
     return _norm(
         x,
@@ -131,6 +140,15 @@ def _norm(
     residual_in_fp32,
 ):
     _refuse_dtensor(x=x, residual=residual, weight=weight, bias=bias)
+    check_tensor("x", x)
+    check_optional_tensor("residual", residual)
+    check_optional_tensor("weight", weight)
+    check_optional_tensor("bias", bias)
+    refuse_forward_mode("the norm", x=x, residual=residual, weight=weight, bias=bias)
+    eps = check_number("eps", eps)
+    weight_offset = check_number("weight_offset", weight_offset)
+    prenorm = check_flag("prenorm", prenorm)
+    residual_in_fp32 = check_flag("residual_in_fp32", residual_in_fp32)
     # Where the sum is x itself, no second copy of it is written.
     has_sum = residual is not None or (residual_in_fp32 and x.dtype != torch.float32)
     # The backward pass reads the sum; one that no gradient needs is not stored.

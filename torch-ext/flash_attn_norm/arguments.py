@@ -1,0 +1,105 @@
+"""Checks of what the ops' schemas would refuse less readably, or accept and silently drop: types,
+layouts and derivatives that a call cannot follow. Shapes, dtypes and ranges are the ops' matter."""
+
+import numbers
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_INT64_MAX = 2**63 - 1
+
+
+def check_tensor(name: str, value: Any) -> None:
+    """Refuses what is no dense tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is {_text(value)}; it must be a torch.Tensor")
+    if value.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor; pass its values packed, nested.values(), with cu_seqlens "
+            "where the function takes them"
+        )
+    if value.layout is not torch.strided:
+        raise ValueError(
+            f"{name} has layout {value.layout}; it must be torch.strided, e.g. {name}.to_dense()"
+        )
+    if value.is_quantized:
+        raise ValueError(f"{name} is quantized, {value.dtype}; pass {name}.dequantize()")
+
+
+def check_optional_tensor(name: str, value: Any) -> None:
+    """``check_tensor``, but None is fine."""
+    if value is not None:
+        check_tensor(name, value)
+
+
+def check_number(name: str, value: Any) -> float:
+    """The number; a tensor without dimensions counts as one if reading it loses nothing."""
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+        return value
+    if isinstance(value, Tensor):
+        _check_scalar_tensor(name, value, "a number")
+        return value.item()
+    if isinstance(value, numbers.Real):  # NumPy's scalars
+        return float(value)
+    raise ValueError(f"{name} is {_text(value)}; it must be a number")
+
+
+def check_whole_number(name: str, value: Any) -> int:
+    """Likewise an int. One that an int64 cannot hold becomes the closest that it can."""
+    if isinstance(value, Tensor):
+        _check_scalar_tensor(name, value, "an int")
+        value = value.item()
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, numbers.Integral):
+        value = int(value)
+        if value > _INT64_MAX:
+            return _INT64_MAX
+        return -_INT64_MAX if value < -_INT64_MAX else value
+    raise ValueError(f"{name} is {_text(value)}; it must be an int")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False; 1, 0 and None count as these."""
+    if isinstance(value, (bool, torch.SymBool)):
+        return value
+    # NumPy's bool is no int; its name is bool_ before NumPy 2 and bool since.
+    if value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    raise ValueError(f"{name} is {_text(value)}; it must be True or False")
+
+
+def refuse_forward_mode(function: str, **tensors: Optional[Tensor]) -> None:
+    """Refuses dual tensors, whose tangents the ops would drop: a derivative of 0."""
+    if forward_ad._current_level < 0:
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name} carries a forward-mode tangent (torch.func.jvp, jacfwd or "
+                f"torch.autograd.forward_ad), but {function} has reverse-mode gradients only; use "
+                "torch.autograd.grad"
+            )
+
+
+def _check_scalar_tensor(name: str, value: Tensor, what: str) -> None:
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} is a tensor that requires a gradient, but none flows into it; it must be "
+            f"{what}, {name}.item()"
+        )
+    if value.dim() != 0 or value.device.type != "cpu" or value.is_complex():
+        raise ValueError(
+            f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}; "
+            f"it must be {what} or a real tensor without dimensions on the CPU"
+        )
+
+
+def _text(value: Any) -> str:
+    """The value as an error names it: short, with its type."""
+    text = repr(value)
+    if len(text) > 60:
+        text = text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
