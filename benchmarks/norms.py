@@ -5,9 +5,9 @@
 
 On a GPU a figure is the median time of CUDA graph replays in which one pass runs over several sets
 of random inputs, more than the L2 holds; GB/s count the fewest bytes the pass must move, and
-`of_roof` is their share of what torch.add(x, y, out=z) over several GB moves in the same run. Peers:
-torch's functions, the same formula under torch.compile, and Liger's kernels (LinkedIn's, from the
-liger-kernel package). On the CPU the candidates take turns.
+`of_roof` is their share of what torch.add(x, y, out=z) over several GB moves in the same run. The
+peers are torch's functions, the same formula under torch.compile, and Liger's kernels (LinkedIn's,
+from the liger-kernel package). On the CPU the candidates take turns.
 
 Writes benchmarks/results/norms_<device>.json.
 """
@@ -113,16 +113,16 @@ def make_sets(rows, hidden_size, dtype, device, num_sets) -> list:
     return sets
 
 
-def graph_times(run, repeats: int) -> list:
-    """Seconds of each replay of what run() launches."""
-    stream = torch.cuda.Stream()
+def graph_times(run, repeats: int, stream=None) -> list:
+    """Seconds of each replay of what run() launches, captured on ``stream``."""
+    stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         kept = run()
     start = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
     end = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
@@ -140,6 +140,7 @@ def graph_times(run, repeats: int) -> list:
 def time_pass(function, sets, name, which, repeats) -> float:
     """Median seconds of one pass over one set."""
     used = slice(0, 2 if name == "add_rms" else 1)
+    stream = torch.cuda.Stream()
     if which == "forward":
 
         def run():
@@ -148,7 +149,10 @@ def time_pass(function, sets, name, which, repeats) -> float:
 
     else:
         wanted = {"rms": (0, 2), "layer": (0, 2, 3), "add_rms": (0, 1, 2)}[name]
-        outputs = [function(*inputs)[used] for inputs, _ in sets]
+        # On the stream of the capture: a backward pass runs where its forward pass ran.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            outputs = [function(*inputs)[used] for inputs, _ in sets]
 
         def run():
             return [
@@ -158,7 +162,7 @@ def time_pass(function, sets, name, which, repeats) -> float:
                 for outs, (inputs, douts) in zip(outputs, sets, strict=True)
             ]
 
-    return median(graph_times(run, repeats)) / len(sets)
+    return median(graph_times(run, repeats, stream)) / len(sets)
 
 
 def roof_gb_per_s(device) -> float:

@@ -5,6 +5,7 @@
 #include "common/dtype.h"
 #include "ptx/global_memory.cuh"
 #include "ptx/math.cuh"
+#include "ptx/packed_math.cuh"
 
 namespace flash_attn_norm {
 
@@ -57,6 +58,19 @@ __device__ __forceinline__ uint4 pack(const float* values) {
         return make_uint4(
             pack_pair<kDType>(values[0], values[1]), pack_pair<kDType>(values[2], values[3]),
             pack_pair<kDType>(values[4], values[5]), pack_pair<kDType>(values[6], values[7]));
+    }
+}
+
+/// Products of two packs of a 16-bit type, each rounded once.
+template <DType kDType>
+__device__ __forceinline__ uint4 mul_packed(const uint4& a, const uint4& b) {
+    static_assert(kDType != DType::kFloat32, "for 16-bit types");
+    if constexpr (kDType == DType::kBFloat16) {
+        return make_uint4(ptx::mul_bf16x2(a.x, b.x), ptx::mul_bf16x2(a.y, b.y),
+                          ptx::mul_bf16x2(a.z, b.z), ptx::mul_bf16x2(a.w, b.w));
+    } else {
+        return make_uint4(ptx::mul_f16x2(a.x, b.x), ptx::mul_f16x2(a.y, b.y),
+                          ptx::mul_f16x2(a.z, b.z), ptx::mul_f16x2(a.w, b.w));
     }
 }
 
@@ -166,6 +180,18 @@ struct PackWords {
         for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4*>(address)[i] = words[i];
     }
 };
+
+template <int kCount, DType kFrom, DType kTo>
+__device__ __forceinline__ void convert(const PackWords<kCount, kFrom>& from,
+                                        PackWords<kCount, kTo>& to) {
+    if constexpr (kFrom == kTo) {
+        to = from;
+    } else {
+        float values[kCount];
+        from.get(values);
+        to.set(values);
+    }
+}
 
 /// Stores kCount elements of this dtype: one, or a pack.
 template <DType kDType, int kCount>

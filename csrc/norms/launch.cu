@@ -53,6 +53,9 @@ int prepare_kernel(const void* kernel, const DeviceLimits& device,
         device.shared_bytes_per_cta - static_cast<int>(attributes.sharedSizeBytes);
     FAN_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes));
+    // All of the L1 that can be shared memory, or fewer CTAs than planned may fit at a time.
+    FAN_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                        cudaSharedmemCarveoutMaxShared));
     ready[device.index].store(attributes.numRegs, std::memory_order_relaxed);
     return attributes.numRegs;
 }

@@ -27,12 +27,13 @@ struct BwdConfig {
     static constexpr int kRows = kRows_;
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
-    /// Per CTA. One row takes one warp at most where a thread has several. 384 leave a thread 168
-    /// registers.
+    /// Per CTA. One row takes one warp at most where a thread has several.
     static constexpr int kMaxThreads = kRows > 1 ? 256 : 512;
-    /// Weights stay in registers, or in shared memory where the sums for dweight and dbias leave no
-    /// room for them.
-    static constexpr bool kSharesWeight = kVecs > 1;
+    /// What the registers are divided by: 80 a thread where that is enough, else 128.
+    static constexpr int kBoundThreads =
+        !kLayerNorm && kSumDType == kXDType && kVecs <= 2 ? 768 : 512;
+    /// Weights stay in registers, or in shared memory where the sums for dweight leave no room.
+    static constexpr bool kSharesWeight = kVecs > 2;
     static constexpr int kWeightWords = kSharesWeight ? kVecs * kPack / 4 : 0;  // per thread
     /// Row sums: of dxhat * xhat, and for LayerNorm of dxhat.
     static constexpr int kSums = kLayerNorm ? 2 : 1;
@@ -85,21 +86,31 @@ struct BwdRows {
     }
 };
 
-/// 16-byte words of shared memory that a thread has: its weights, then the stages. An odd number,
-/// so that neighbours' words lie in different banks.
+/// 16-byte words of shared memory that a thread has: its weights, then the stages.
 template <class Config>
 FAN_HOST_DEVICE int thread_words(int stage_words, int num_stages) {
-    return (Config::kWeightWords + num_stages * stage_words) | 1;
+    return Config::kWeightWords + num_stages * stage_words;
 }
+
+/// Where a thread's words of shared memory lie: those of one index side by side, because a copy of
+/// 16 bytes a thread is fast only where neighbours copy to neighbouring places.
+struct ThreadSmem {
+    uint4* first;
+    int num_threads;
+
+    __device__ explicit ThreadSmem(uint4* smem)
+        : first(smem + threadIdx.y * blockDim.x + threadIdx.x),
+          num_threads(blockDim.x * blockDim.y) {}
+    __device__ uint4* word(int index) const { return first + index * num_threads; }
+};
 
 /// A thread's own part of shared memory, which holds the rows in flight: what it copies there, only
 /// it reads, so that no barrier is needed.
 template <class Config>
 class BwdStages {
   public:
-    __device__ BwdStages(uint4* thread_smem, const NormBwdParams& params)
-        : slots_(thread_smem + Config::kWeightWords),
-          stage_words_(stage_words<Config>(params.dresidual_out != nullptr)) {}
+    __device__ BwdStages(const ThreadSmem& smem, const NormBwdParams& params)
+        : smem_(smem), stage_words_(stage_words<Config>(params.dresidual_out != nullptr)) {}
 
     __device__ void copy(const NormBwdParams& params, const BwdRows<Config>& rows,
                          const BwdColumns<Config>& columns, int stage) const {
@@ -127,7 +138,8 @@ class BwdStages {
 
   private:
     __device__ uint4* slot(int stage, int word, int r, int v) const {
-        return slots_ + stage * stage_words_ + (word * Config::kRows + r) * Config::kVecs + v;
+        return smem_.word(Config::kWeightWords + stage * stage_words_ +
+                          (word * Config::kRows + r) * Config::kVecs + v);
     }
 
     template <DType kDType, int kWords>
@@ -164,7 +176,7 @@ class BwdStages {
         pack.get(values);
     }
 
-    uint4* slots_;
+    ThreadSmem smem_;
     int stage_words_;
 };
 
@@ -172,9 +184,9 @@ class BwdStages {
 template <class Config>
 class BwdWeight {
   public:
-    __device__ BwdWeight(uint4* thread_smem, const NormProblem& problem,
+    __device__ BwdWeight(const ThreadSmem& smem, const NormProblem& problem,
                          const BwdColumns<Config>& columns)
-        : slots_(thread_smem) {
+        : smem_(smem) {
 #pragma unroll
         for (int v = 0; v < Config::kVecs; ++v) {
             float weight[Config::kPack] = {};
@@ -187,7 +199,7 @@ class BwdWeight {
 #pragma unroll
                 for (int i = 0; i < WeightPack::kWords; ++i) *slot(v, i) = pack.words[i];
             } else {
-                kept_.set(weight);
+                kept_[v].set(weight);
             }
         }
     }
@@ -198,17 +210,19 @@ class BwdWeight {
             for (int i = 0; i < WeightPack::kWords; ++i) pack.words[i] = *slot(v, i);
             pack.get(weight);
         } else {
-            kept_.get(weight);
+            kept_[v].get(weight);
         }
     }
 
   private:
     using WeightPack = PackWords<Config::kPack, DType::kFloat32>;
 
-    __device__ uint4* slot(int v, int word) const { return slots_ + v * WeightPack::kWords + word; }
+    __device__ uint4* slot(int v, int word) const {
+        return smem_.word(v * WeightPack::kWords + word);
+    }
 
-    uint4* slots_;
-    WeightPack kept_;
+    ThreadSmem smem_;
+    WeightPack kept_[Config::kSharesWeight ? 1 : Config::kVecs];
 };
 
 /// mean and rstd of the rows of a step; zeros past the last row, whose dout is zero too.
@@ -240,9 +254,7 @@ __device__ __forceinline__ void row_projections(const NormProblem& problem,
                                                 float (&means)[Config::kRows * Config::kSums]) {
 #pragma unroll
     for (int i = 0; i < Config::kRows * Config::kSums; ++i) means[i] = 0.0f;
-// Not unrolled in full where a thread has several: the loads of all of them at once would take
-// more registers than there are.
-#pragma unroll 2
+#pragma unroll 2  // all four at once would take more registers than there are
     for (int v = 0; v < Config::kVecs; ++v) {
         float weight[Config::kPack];
         weights.get(v, weight);
@@ -324,7 +336,7 @@ __device__ __forceinline__ void finish_step(
             }
             // Keeps the compiler from loading the next packs before this one is done, for which
             // there are no registers.
-            __syncwarp();
+            if (Config::kVecs > 2) __syncwarp();
         }
     }
 }
@@ -375,7 +387,7 @@ __device__ __forceinline__ void wait_for_stage(int num_stages) {
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kMaxThreads, 1)
+__global__ void __launch_bounds__(Config::kBoundThreads, 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
     extern __shared__ uint4 dynamic_smem[];
     __shared__ RowSumStorage row_sum_smem;
@@ -384,8 +396,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     const Rounding rounding(problem);
     RowReducer<typename Config::Arch> reducer(row_sum_smem);
     const BwdColumns<Config> columns(problem, reducer);
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    uint4* thread_smem = dynamic_smem + thread * kernel_params.thread_words;
+    const ThreadSmem thread_smem(dynamic_smem);
     const BwdStages<Config> stages(thread_smem, params);
     const int num_stages = kernel_params.num_stages;
     wait_for_earlier_kernels<typename Config::Arch>();

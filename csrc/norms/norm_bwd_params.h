@@ -15,7 +15,6 @@ struct NormBwdKernelParams {
     int64_t rows_per_partial = 0;      // where each has a run of rows
     int num_steps = 0;                 // of row_slots * kRows rows each; more do not fit in memory
     int num_stages = 1;                // steps in flight
-    int thread_words = 1;              // of shared memory, 16 bytes each
 };
 
 }  // namespace flash_attn_norm

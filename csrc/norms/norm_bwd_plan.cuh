@@ -26,7 +26,6 @@ struct BwdPlan {
     int64_t num_steps = 0;
     int64_t rows_per_partial = 0;
     int num_stages = 1;
-    int thread_words = 1;
     bool needs_final = false;
 };
 
@@ -68,8 +67,7 @@ bool size_persistent_kernel(const NormBwdParams& params, int cluster_size, BwdPl
         while (stages > 0 && thread_words<Config>(words, stages) * 16 * threads > bytes) --stages;
         if (stages >= 2 || (stages == 1 && ctas_per_sm == 1)) {
             plan.num_stages = stages;
-            plan.thread_words = thread_words<Config>(words, stages);
-            plan.dx_shape.shared_bytes = plan.thread_words * 16 * threads;
+            plan.dx_shape.shared_bytes = thread_words<Config>(words, stages) * 16 * threads;
             break;
         }
     }
@@ -103,17 +101,26 @@ bool plan_persistent_kernel(const NormBwdParams& params, int cluster_size, BwdPl
 template <DType kXDType, DType kSumDType, bool kLayerNorm, class Arch>
 bool plan_persistent(const NormBwdParams& params, BwdPlan& plan) {
     if (!has_aligned_rows(params)) return false;
-    // LayerNorm and a float32 sum beside a 16-bit x take the registers of half the columns.
-    constexpr int kVecs = kLayerNorm || kSumDType != kXDType ? 2 : 4;
     using ShortRows = BwdConfig<kXDType, kSumDType, kLayerNorm, 1, 4, Arch>;
-    using LongRows = BwdConfig<kXDType, kSumDType, kLayerNorm, kVecs, 1, Arch>;
-    constexpr int64_t kPacksPerCta = LongRows::kVecs * LongRows::kMaxThreads;
+    using LongRows = BwdConfig<kXDType, kSumDType, kLayerNorm, 2, 1, Arch>;
+    // LayerNorm and a float32 sum beside a 16-bit x have no registers for more packs a thread.
+    constexpr int kMostVecs = kLayerNorm || kSumDType != kXDType ? 2 : 4;
+    using LongestRows = BwdConfig<kXDType, kSumDType, kLayerNorm, kMostVecs, 1, Arch>;
     constexpr int kMaxCluster = Arch::kHasClusters ? kMaxClusterSize : 1;
     const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
     if (packs <= 32) return plan_persistent_kernel<ShortRows>(params, 1, plan);
-    for (int cluster_size = 1; cluster_size <= kMaxCluster; cluster_size *= 2) {
-        if (packs <= cluster_size * kPacksPerCta) {
-            return plan_persistent_kernel<LongRows>(params, cluster_size, plan);
+    if (packs <= LongRows::kVecs * LongRows::kMaxThreads) {
+        return plan_persistent_kernel<LongRows>(params, 1, plan);
+    }
+    constexpr int64_t kMostPacks = LongestRows::kVecs * LongestRows::kMaxThreads;
+    if (packs <= kMostPacks) return plan_persistent_kernel<LongestRows>(params, 1, plan);
+    // CTAs of half the size if they suffice: two share a multiprocessor, and one computes while the
+    // other waits for its cluster.
+    for (const int64_t packs_per_cta : {kMostPacks / 2, kMostPacks}) {
+        for (int cluster_size = 2; cluster_size <= kMaxCluster; cluster_size *= 2) {
+            if (packs <= cluster_size * packs_per_cta) {
+                return plan_persistent_kernel<LongestRows>(params, cluster_size, plan);
+            }
         }
     }
     return false;
@@ -199,7 +206,6 @@ void launch_norm_bwd(const NormBwdParams& params, cudaStream_t stream) {
     kernel_params.num_steps = static_cast<int>(plan.num_steps);
     kernel_params.rows_per_partial = plan.rows_per_partial;
     kernel_params.num_stages = plan.num_stages;
-    kernel_params.thread_words = plan.thread_words;
     float* workspace = static_cast<float*>(params.workspace);
     kernel_params.dweight_partial = workspace;
     kernel_params.dbias_partial = params.dweight == nullptr
@@ -214,6 +220,11 @@ void launch_norm_bwd(const NormBwdParams& params, cudaStream_t stream) {
                      stream);
     }
     if (!plan.needs_final) return;
+    // The same division into L1 and shared memory as before: changing it takes an idle
+    // multiprocessor.
+    static std::atomic<int> ready[kMaxDevices];
+    prepare_kernel(reinterpret_cast<const void*>(&norm_bwd_final_kernel<Arch>),
+                   current_device_limits(), ready);
     LaunchShape shape;
     shape.threads_per_row = kTileColumns;
     shape.row_slots = kFinalGroups;

@@ -12,21 +12,25 @@
 
 namespace flash_attn_norm {
 
-/// kVecs packs of 16 bytes of x per thread in each of kRows rows: four are in flight, whatever the
-/// row's length.
-template <DType kXDType_, DType kSumDType_, int kVecs_, int kRows_, class Arch_>
+/// kVecs packs of 16 bytes of x per thread in each of kRows rows.
+template <DType kXDType_, DType kSumDType_, bool kLayerNorm_, int kVecs_, int kRows_, class Arch_>
 struct FwdConfig {
     static constexpr DType kXDType = kXDType_;
     static constexpr DType kSumDType = kSumDType_;
+    static constexpr bool kLayerNorm = kLayerNorm_;
     static constexpr int kVecs = kVecs_;
     static constexpr int kRows = kRows_;
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
-    /// Per CTA. One row takes one warp at most where a thread has several. 448, so that two CTAs of
-    /// 72 registers a thread share a multiprocessor: loads of one overlap with stores of the other.
-    /// A float32 sum beside a 16-bit x takes more registers.
-    static constexpr int kMaxThreads = kRows > 1 ? 128 : 448;
-    static constexpr int kMinCtas = kSumDType == kXDType && kRows == 1 ? 2 : 1;
+    static constexpr bool kHasWideSum = kSumDType != kXDType;
+    /// Per CTA; 128 where one row takes one warp at most.
+    static constexpr int kMaxThreads = kVecs == 8 || (kHasWideSum && kRows == 1) ? 320 : 128;
+    /// What decides is how many bytes a multiprocessor has in flight, so as many CTAs as possible:
+    /// 64, 56 and 96 registers a thread. A float32 sum beside a 16-bit x takes more.
+    static constexpr int kMinCtas = kHasWideSum ? 1 : kRows > 1 ? 8 : kVecs < 8 ? 9 : 2;
+    /// Weights are requested before the row sums, which hides their latency, where there are
+    /// registers for them.
+    static constexpr bool kLoadsWeightEarly = kRows > 1;
 
     /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
     using SumPack = PackWords<kPack, kSumDType>;
@@ -61,42 +65,32 @@ struct FwdPlace {
     __device__ bool is_column(int v) const { return column(v) < end_column; }
 };
 
-/// One row's packs of a tensor; zeros outside the tensor.
-template <class Config, DType kDType>
-__device__ __forceinline__ void load_row(const void* tensor, int64_t row_start, bool is_row,
-                                         const FwdPlace<Config>& place,
-                                         PackWords<Config::kPack, kDType> (&packs)[Config::kVecs]) {
-#pragma unroll
-    for (int v = 0; v < Config::kVecs; ++v) {
-        packs[v].load(tensor, row_start + place.column(v), is_row && place.is_column(v));
-    }
-}
-
-/// x + residual, rounded to the sum's dtype.
+/// x + residual, rounded to the sum's dtype. A few packs at a time: with all of the residual beside
+/// all of x there would not be enough registers.
 template <class Config, DType kResidualDType>
-__device__ __forceinline__ void add_rows(
-    const NormFwdParams& params, const FwdPlace<Config>& place,
-    const PackWords<Config::kPack, Config::kXDType> (&x)[Config::kRows][Config::kVecs],
-    typename Config::SumTile& sum) {
-    const NormProblem& problem = params.problem;
-    PackWords<Config::kPack, kResidualDType> residual[Config::kRows][Config::kVecs];
+__device__ __forceinline__ void add_row(
+    const NormFwdParams& params, const FwdPlace<Config>& place, int r,
+    const PackWords<Config::kPack, Config::kXDType> (&x)[Config::kVecs],
+    typename Config::SumPack (&sum)[Config::kVecs]) {
+    constexpr int kAtOnce = Config::kVecs < 4 ? Config::kVecs : 4;
+    const int64_t start = row_offset(params.problem.rows, params.residual_strides, place.rows[r]);
 #pragma unroll
-    for (int r = 0; r < Config::kRows; ++r) {
-        load_row<Config, kResidualDType>(
-            params.residual, row_offset(problem.rows, params.residual_strides, place.rows[r]),
-            place.is_row[r], place, residual[r]);
-    }
+    for (int first = 0; first < Config::kVecs; first += kAtOnce) {
+        PackWords<Config::kPack, kResidualDType> residual[kAtOnce];
 #pragma unroll
-    for (int r = 0; r < Config::kRows; ++r) {
+        for (int i = 0; i < kAtOnce; ++i) {
+            residual[i].load(params.residual, start + place.column(first + i),
+                             place.is_row[r] && place.is_column(first + i));
+        }
 #pragma unroll
-        for (int v = 0; v < Config::kVecs; ++v) {
+        for (int i = 0; i < kAtOnce; ++i) {
             float values[Config::kPack];
             float added[Config::kPack];
-            x[r][v].get(values);
-            residual[r][v].get(added);
+            x[first + i].get(values);
+            residual[i].get(added);
 #pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) values[i] += added[i];
-            sum[r][v].set(values);
+            for (int j = 0; j < Config::kPack; ++j) values[j] += added[j];
+            sum[first + i].set(values);
         }
     }
 }
@@ -109,26 +103,22 @@ __device__ __forceinline__ void load_sum(const NormFwdParams& params, const FwdP
     PackWords<Config::kPack, Config::kXDType> x[Config::kRows][Config::kVecs];
 #pragma unroll
     for (int r = 0; r < Config::kRows; ++r) {
-        load_row<Config, Config::kXDType>(params.x,
-                                          row_offset(problem.rows, params.x_strides, place.rows[r]),
-                                          place.is_row[r], place, x[r]);
-    }
-    if (params.residual != nullptr) {
-        // A residual in float32 makes the sum float32.
-        if (Config::kSumDType == Config::kXDType || params.residual_dtype == Config::kXDType) {
-            add_rows<Config, Config::kXDType>(params, place, x, sum);
-        } else {
-            add_rows<Config, DType::kFloat32>(params, place, x, sum);
+        const int64_t start = row_offset(problem.rows, params.x_strides, place.rows[r]);
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            x[r][v].load(params.x, start + place.column(v), place.is_row[r] && place.is_column(v));
         }
-    } else {
+    }
 #pragma unroll
-        for (int r = 0; r < Config::kRows; ++r) {
+    for (int r = 0; r < Config::kRows; ++r) {
+        if (params.residual == nullptr) {
 #pragma unroll
-            for (int v = 0; v < Config::kVecs; ++v) {
-                float values[Config::kPack];
-                x[r][v].get(values);
-                sum[r][v].set(values);
-            }
+            for (int v = 0; v < Config::kVecs; ++v) convert(x[r][v], sum[r][v]);
+        } else if (Config::kSumDType == Config::kXDType ||
+                   params.residual_dtype == Config::kXDType) {
+            add_row<Config, Config::kXDType>(params, place, r, x[r], sum[r]);
+        } else {  // a residual in float32 makes the sum float32
+            add_row<Config, DType::kFloat32>(params, place, r, x[r], sum[r]);
         }
     }
     if (params.residual_out == nullptr) return;
@@ -153,7 +143,7 @@ __device__ __forceinline__ void row_stats(const NormProblem& problem, const Roun
                                           float (&rstd)[Config::kRows]) {
 #pragma unroll
     for (int r = 0; r < Config::kRows; ++r) mean[r] = 0.0f;
-    if (problem.is_layer_norm) {
+    if (Config::kLayerNorm) {
 #pragma unroll
         for (int r = 0; r < Config::kRows; ++r) {
 #pragma unroll
@@ -177,20 +167,21 @@ __device__ __forceinline__ void row_stats(const NormProblem& problem, const Roun
 #pragma unroll
         for (int v = 0; v < Config::kVecs; ++v) {
             // Outside the row lie zeros, whose distance to the mean must not count.
-            const float row_mean = place.is_column(v) ? mean[r] : 0.0f;
+            const float row_mean = Config::kLayerNorm && place.is_column(v) ? mean[r] : 0.0f;
             float values[Config::kPack];
             sum[r][v].get(values);
             float part = 0.0f;
 #pragma unroll
             for (int i = 0; i < Config::kPack; ++i) {
                 const float deviation = values[i] - row_mean;
-                if (rounding.stats) {
+                if (!Config::kLayerNorm && rounding.stats) {
                     part += round_to<Config::kXDType>(__fmul_rn(deviation, deviation));
                 } else {
                     part = fmaf(deviation, deviation, part);
                 }
             }
             squares[r] += part;
+            if (Config::kVecs > 4) __syncwarp();  // as in store_out
         }
     }
     reducer.sum(squares);
@@ -200,76 +191,128 @@ __device__ __forceinline__ void row_stats(const NormProblem& problem, const Roun
     }
 }
 
-/// Weights that fill 16 bytes per pack are requested before the row sums, which hides their
-/// latency; others come after them.
+/// The weights of a thread's columns, as they lie in memory if they fill 16 bytes per pack.
 template <class Config>
-struct EarlyWeight {
-    uint4 words[Config::kVecs];
-    bool is_loaded;
+struct FwdWeight {
+    uint4 words[Config::kLoadsWeightEarly ? Config::kVecs : 1];
+    bool is_pack;
 
-    __device__ EarlyWeight(const NormProblem& problem, const FwdPlace<Config>& place)
-        : is_loaded(problem.weight != nullptr &&
-                    size_of(problem.weight_dtype) * Config::kPack == 16) {
+    __device__ FwdWeight(const NormProblem& problem, const FwdPlace<Config>& place)
+        : is_pack(problem.weight != nullptr &&
+                  size_of(problem.weight_dtype) * Config::kPack == 16) {
+        if constexpr (Config::kLoadsWeightEarly) {
 #pragma unroll
-        for (int v = 0; v < Config::kVecs; ++v) {
-            words[v] = make_uint4(0, 0, 0, 0);
-            if (is_loaded && place.is_column(v)) {
-                words[v] = *reinterpret_cast<const uint4*>(
-                    static_cast<const char*>(problem.weight) +
-                    place.column(v) * size_of(problem.weight_dtype));
+            for (int v = 0; v < Config::kVecs; ++v) {
+                words[v] = make_uint4(0, 0, 0, 0);
+                if (is_pack && place.is_column(v)) words[v] = load(problem, place.column(v));
             }
         }
     }
 
+    static __device__ uint4 load(const NormProblem& problem, int column) {
+        return *reinterpret_cast<const uint4*>(static_cast<const char*>(problem.weight) +
+                                               column * size_of(problem.weight_dtype));
+    }
+    __device__ uint4 get_words(const NormProblem& problem, int v, int column) const {
+        if constexpr (Config::kLoadsWeightEarly) return words[v];
+        return load(problem, column);
+    }
     __device__ void get(const NormProblem& problem, int v, int column, float* weight) const {
-        if (!is_loaded) {
+        if (!is_pack) {
             load_weight<Config::kPack>(problem, column, weight);
             return;
         }
+        const uint4 pack = get_words(problem, v, column);
         if constexpr (Config::kPack == 4) {
-            unpack<DType::kFloat32>(words[v], weight);
+            unpack<DType::kFloat32>(pack, weight);
         } else if (problem.weight_dtype == DType::kBFloat16) {
-            unpack<DType::kBFloat16>(words[v], weight);
+            unpack<DType::kBFloat16>(pack, weight);
         } else {
-            unpack<DType::kFloat16>(words[v], weight);
+            unpack<DType::kFloat16>(pack, weight);
         }
         add_weight_offset<Config::kPack>(problem, weight);
     }
 };
 
+/// out of one pack, for any dtypes and casting mode.
+template <class Config>
+__device__ __forceinline__ PackWords<Config::kPack, Config::kXDType> out_pack(
+    const NormFwdParams& params, const Rounding& rounding, int column,
+    const typename Config::SumPack& sum, const float* weight, float mean, float rstd) {
+    PackWords<Config::kPack, Config::kXDType> out;
+    float values[Config::kPack];
+    sum.get(values);
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) values[i] = __fmul_rn(values[i] - mean, rstd);
+    if (!Config::kLayerNorm && rounding.xhat) {
+        out.set(values);
+        out.get(values);
+    }
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) values[i] *= weight[i];
+    add_bias<Config::kPack>(params, column, values);
+    out.set(values);
+    return out;
+}
+
+/// The same where xhat is rounded to the dtype that x and the weight share: the product, exact in
+/// float32, is rounded to that dtype once, which one instruction does for two elements.
+template <class Config>
+__device__ __forceinline__ PackWords<Config::kPack, Config::kXDType> out_pack_same_dtype(
+    const typename Config::SumPack& sum, const uint4& weight, float rstd) {
+    PackWords<Config::kPack, Config::kXDType> out;
+    float values[Config::kPack];
+    sum.get(values);
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) values[i] = __fmul_rn(values[i], rstd);
+    out.set(values);
+    out.words[0] = mul_packed<Config::kXDType>(out.words[0], weight);
+    return out;
+}
+
 template <class Config>
 __device__ __forceinline__ void store_out(const NormFwdParams& params, const Rounding& rounding,
                                           const FwdPlace<Config>& place,
-                                          const EarlyWeight<Config>& early_weight,
+                                          const FwdWeight<Config>& weights,
                                           const typename Config::SumTile& sum,
                                           const float (&mean)[Config::kRows],
                                           const float (&rstd)[Config::kRows]) {
     const NormProblem& problem = params.problem;
+    constexpr bool kCanShare = !Config::kLayerNorm && Config::kXDType == Config::kSumDType &&
+                               Config::kXDType != DType::kFloat32;
+    const bool shares_dtype = kCanShare && rounding.xhat && weights.is_pack &&
+                              problem.weight_dtype == Config::kXDType &&
+                              problem.weight_offset == 0.0f && params.bias == nullptr;
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
-        if (!place.is_column(v)) continue;
-        float weight[Config::kPack];
-        early_weight.get(problem, v, place.column(v), weight);
+        const int column = place.column(v);
+        PackWords<Config::kPack, Config::kXDType> out[Config::kRows];
+        if (!place.is_column(v)) {
+            // nothing to compute
+        } else if (shares_dtype) {
+            if constexpr (kCanShare) {
+                const uint4 weight = weights.get_words(problem, v, column);
+#pragma unroll
+                for (int r = 0; r < Config::kRows; ++r) {
+                    out[r] = out_pack_same_dtype<Config>(sum[r][v], weight, rstd[r]);
+                }
+            }
+        } else {
+            float weight[Config::kPack];
+            weights.get(problem, v, column, weight);
+#pragma unroll
+            for (int r = 0; r < Config::kRows; ++r) {
+                out[r] = out_pack<Config>(params, rounding, column, sum[r][v], weight,
+                                          Config::kLayerNorm ? mean[r] : 0.0f, rstd[r]);
+            }
+        }
 #pragma unroll
         for (int r = 0; r < Config::kRows; ++r) {
-            if (!place.is_row[r]) continue;
-            float values[Config::kPack];
-            sum[r][v].get(values);
-#pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) {
-                values[i] = __fmul_rn(values[i] - mean[r], rstd[r]);
-            }
-            PackWords<Config::kPack, Config::kXDType> out;
-            if (rounding.xhat) {
-                out.set(values);
-                out.get(values);
-            }
-#pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) values[i] *= weight[i];
-            add_bias<Config::kPack>(params, place.column(v), values);
-            out.set(values);
-            out.store(params.out, place.rows[r] * problem.hidden_size + place.column(v));
+            if (!place.is_row[r] || !place.is_column(v)) continue;
+            out[r].store(params.out, place.rows[r] * problem.hidden_size + column);
         }
+        // Keeps the compiler from starting on many packs at once, for which there are no registers.
+        if (Config::kVecs > 4) __syncwarp();
     }
 }
 
@@ -285,18 +328,18 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
 
     typename Config::SumTile sum;
     load_sum(params, place, sum);
-    const EarlyWeight<Config> early_weight(problem, place);
+    const FwdWeight<Config> weights(problem, place);
 
     float mean[Config::kRows];
     float rstd[Config::kRows];
     row_stats(problem, rounding, place, sum, reducer, mean, rstd);
-    store_out(params, rounding, place, early_weight, sum, mean, rstd);
+    store_out(params, rounding, place, weights, sum, mean, rstd);
     if (threadIdx.x == 0 && reducer.cluster_rank() == 0) {
 #pragma unroll
         for (int r = 0; r < Config::kRows; ++r) {
             if (!place.is_row[r]) continue;
             params.rstd[place.rows[r]] = rstd[r];
-            if (params.mean != nullptr) params.mean[place.rows[r]] = mean[r];
+            if (Config::kLayerNorm) params.mean[place.rows[r]] = mean[r];
         }
     }
 }
@@ -422,16 +465,18 @@ inline bool has_aligned_rows(const NormFwdParams& params) {
            is_aligned(params.residual_out);
 }
 
-template <DType kXDType, DType kSumDType, class Arch>
+template <DType kXDType, DType kSumDType, bool kLayerNorm, class Arch>
 void launch_norm_fwd_dtypes(const NormFwdParams& params, cudaStream_t stream) {
-    using LongRows = FwdConfig<kXDType, kSumDType, 4, 1, Arch>;
+    using ShortRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 1, 4, Arch>;
+    using WarpRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 4, 1, Arch>;
+    using LongRows =
+        FwdConfig<kXDType, kSumDType, kLayerNorm, WarpRows::kHasWideSum ? 4 : 8, 1, Arch>;
     constexpr int64_t kPacksPerCta = LongRows::kVecs * LongRows::kMaxThreads;
     constexpr int kMaxCluster = Arch::kHasClusters ? kMaxClusterSize : 1;
     if (!has_aligned_rows(params)) return launch_norm_fwd_loop<kXDType, 1, Arch>(params, stream);
     const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
-    if (packs <= 32) {
-        return launch_norm_fwd_config<FwdConfig<kXDType, kSumDType, 1, 4, Arch>>(params, 1, stream);
-    }
+    if (packs <= 32) return launch_norm_fwd_config<ShortRows>(params, 1, stream);
+    if (packs <= 128) return launch_norm_fwd_config<WarpRows>(params, 1, stream);
     for (int cluster_size = 1; cluster_size <= kMaxCluster; cluster_size *= 2) {
         if (packs <= cluster_size * kPacksPerCta) {
             return launch_norm_fwd_config<LongRows>(params, cluster_size, stream);
@@ -440,12 +485,21 @@ void launch_norm_fwd_dtypes(const NormFwdParams& params, cudaStream_t stream) {
     launch_norm_fwd_loop<kXDType, pack_size(kXDType), Arch>(params, stream);
 }
 
+template <DType kXDType, bool kLayerNorm, class Arch>
+void launch_norm_fwd_norm(const NormFwdParams& params, cudaStream_t stream) {
+    if (params.problem.sum_dtype == kXDType) {
+        launch_norm_fwd_dtypes<kXDType, kXDType, kLayerNorm, Arch>(params, stream);
+    } else {
+        launch_norm_fwd_dtypes<kXDType, DType::kFloat32, kLayerNorm, Arch>(params, stream);
+    }
+}
+
 template <DType kXDType, class Arch>
 void launch_norm_fwd_dtype(const NormFwdParams& params, cudaStream_t stream) {
-    if (params.problem.sum_dtype == kXDType) {
-        launch_norm_fwd_dtypes<kXDType, kXDType, Arch>(params, stream);
+    if (params.problem.is_layer_norm) {
+        launch_norm_fwd_norm<kXDType, true, Arch>(params, stream);
     } else {
-        launch_norm_fwd_dtypes<kXDType, DType::kFloat32, Arch>(params, stream);
+        launch_norm_fwd_norm<kXDType, false, Arch>(params, stream);
     }
 }
 

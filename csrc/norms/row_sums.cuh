@@ -80,9 +80,23 @@ class RowReducer {
             if (lane == 0) slots[i][thread / 32] = warp_total;
         }
         __syncthreads();
+        if (warps_per_row <= 4) {  // fewer steps one after the other than shuffles take
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = warp_sum(lane < warps_per_row ? slots[i][first_warp + lane] : 0.0f);
+            for (int i = 0; i < kCount; ++i) {
+                values[i] = 0.0f;
+#pragma unroll
+                for (int warp = 0; warp < 4; ++warp) {
+                    if (warp < warps_per_row) values[i] += slots[i][first_warp + warp];
+                }
+            }
+        } else {
+            const int width = warps_per_row <= 8 ? 8 : warps_per_row <= 16 ? 16 : 32;
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                const int warp = lane % width;
+                values[i] =
+                    group_sum(warp < warps_per_row ? slots[i][first_warp + warp] : 0.0f, width);
+            }
         }
     }
 

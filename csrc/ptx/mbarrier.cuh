@@ -23,13 +23,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
 }
 
 /// mbarrier.try_wait.parity (sm_90): true once the phase of this parity has completed. May suspend
-/// the thread for a bounded time first, so callers loop. Acquires what the cluster released.
+/// the thread for a bounded time first, so callers loop. What st.async wrote before the phase
+/// completed is visible then; acquiring more, at cluster scope, would empty the L1.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
     uint32_t done;
     asm volatile(
         "{\n"
         "  .reg .pred p;\n"
-        "  mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "  mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
         "  selp.u32 %0, 1, 0, p;\n"
         "}\n"
         : "=r"(done)

@@ -76,6 +76,7 @@ def test_compiled_equals_eager(kernel, place, norm, has_residual, dynamic):
     def function(*tensors):
         return block(kernel, norm, dict(zip(inputs, tensors, strict=True)))
 
+    torch._dynamo.reset()  # each case is a new function to it, of which it takes only a few
     # aot_eager traces forward and backward through the fakes, without Inductor's own rounding.
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     dout = torch.randn(inputs["x"].shape, **place)
