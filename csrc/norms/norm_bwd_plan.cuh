@@ -113,14 +113,9 @@ bool plan_persistent(const NormBwdParams& params, BwdPlan& plan) {
         return plan_persistent_kernel<LongRows>(params, 1, plan);
     }
     constexpr int64_t kMostPacks = LongestRows::kVecs * LongestRows::kMaxThreads;
-    if (packs <= kMostPacks) return plan_persistent_kernel<LongestRows>(params, 1, plan);
-    // CTAs of half the size if they suffice: two share a multiprocessor, and one computes while the
-    // other waits for its cluster.
-    for (const int64_t packs_per_cta : {kMostPacks / 2, kMostPacks}) {
-        for (int cluster_size = 2; cluster_size <= kMaxCluster; cluster_size *= 2) {
-            if (packs <= cluster_size * packs_per_cta) {
-                return plan_persistent_kernel<LongestRows>(params, cluster_size, plan);
-            }
+    for (int cluster_size = 1; cluster_size <= kMaxCluster; cluster_size *= 2) {
+        if (packs <= cluster_size * kMostPacks) {
+            return plan_persistent_kernel<LongestRows>(params, cluster_size, plan);
         }
     }
     return false;
@@ -220,11 +215,6 @@ void launch_norm_bwd(const NormBwdParams& params, cudaStream_t stream) {
                      stream);
     }
     if (!plan.needs_final) return;
-    // The same division into L1 and shared memory as before: changing it takes an idle
-    // multiprocessor.
-    static std::atomic<int> ready[kMaxDevices];
-    prepare_kernel(reinterpret_cast<const void*>(&norm_bwd_final_kernel<Arch>),
-                   current_device_limits(), ready);
     LaunchShape shape;
     shape.threads_per_row = kTileColumns;
     shape.row_slots = kFinalGroups;

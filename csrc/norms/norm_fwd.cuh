@@ -22,15 +22,14 @@ struct FwdConfig {
     static constexpr int kRows = kRows_;
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
-    static constexpr bool kHasWideSum = kSumDType != kXDType;
-    /// Per CTA; 128 where one row takes one warp at most.
-    static constexpr int kMaxThreads = kVecs == 8 || (kHasWideSum && kRows == 1) ? 320 : 128;
-    /// What decides is how many bytes a multiprocessor has in flight, so as many CTAs as possible:
-    /// 64, 56 and 96 registers a thread. A float32 sum beside a 16-bit x takes more.
-    static constexpr int kMinCtas = kHasWideSum ? 1 : kRows > 1 ? 8 : kVecs < 8 ? 9 : 2;
+    /// Per CTA. One row takes one warp at most where a thread has several. 448 threads of 72
+    /// registers, so that two CTAs share a multiprocessor: loads of one overlap with stores of the
+    /// other. A float32 sum beside a 16-bit x takes more, and so do many packs a thread.
+    static constexpr int kMaxThreads = kRows > 1 ? 128 : kVecs > 4 ? 512 : 448;
+    static constexpr int kMinCtas = kSumDType != kXDType || kVecs > 4 ? 1 : kRows > 1 ? 7 : 2;
     /// Weights are requested before the row sums, which hides their latency, where there are
     /// registers for them.
-    static constexpr bool kLoadsWeightEarly = kRows > 1;
+    static constexpr bool kLoadsWeightEarly = kVecs <= 4;
 
     /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
     using SumPack = PackWords<kPack, kSumDType>;
@@ -467,19 +466,22 @@ inline bool has_aligned_rows(const NormFwdParams& params) {
 
 template <DType kXDType, DType kSumDType, bool kLayerNorm, class Arch>
 void launch_norm_fwd_dtypes(const NormFwdParams& params, cudaStream_t stream) {
-    using ShortRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 1, 4, Arch>;
-    using WarpRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 4, 1, Arch>;
-    using LongRows =
-        FwdConfig<kXDType, kSumDType, kLayerNorm, WarpRows::kHasWideSum ? 4 : 8, 1, Arch>;
-    constexpr int64_t kPacksPerCta = LongRows::kVecs * LongRows::kMaxThreads;
+    // More packs a thread where a row takes more than one CTA of the usual size.
+    using LongRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 4, 1, Arch>;
+    using LongestRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 8, 1, Arch>;
+    constexpr int64_t kLongPacks = LongRows::kVecs * LongRows::kMaxThreads;
+    constexpr int64_t kLongestPacks = LongestRows::kVecs * LongestRows::kMaxThreads;
     constexpr int kMaxCluster = Arch::kHasClusters ? kMaxClusterSize : 1;
     if (!has_aligned_rows(params)) return launch_norm_fwd_loop<kXDType, 1, Arch>(params, stream);
     const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
-    if (packs <= 32) return launch_norm_fwd_config<ShortRows>(params, 1, stream);
-    if (packs <= 128) return launch_norm_fwd_config<WarpRows>(params, 1, stream);
+    if (packs <= 32) {
+        using ShortRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 1, 4, Arch>;
+        return launch_norm_fwd_config<ShortRows>(params, 1, stream);
+    }
+    if (packs <= kLongPacks) return launch_norm_fwd_config<LongRows>(params, 1, stream);
     for (int cluster_size = 1; cluster_size <= kMaxCluster; cluster_size *= 2) {
-        if (packs <= cluster_size * kPacksPerCta) {
-            return launch_norm_fwd_config<LongRows>(params, cluster_size, stream);
+        if (packs <= cluster_size * kLongestPacks) {
+            return launch_norm_fwd_config<LongestRows>(params, cluster_size, stream);
         }
     }
     launch_norm_fwd_loop<kXDType, pack_size(kXDType), Arch>(params, stream);
