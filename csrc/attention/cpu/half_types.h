@@ -54,11 +54,5 @@ inline uint16_t float_to_fp16(float x) {
     return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u) >> 13));
 }
 
-inline float load_scalar(const void* data, int dtype_bytes, bool is_bf16, int64_t index) {
-    if (dtype_bytes == 4) return static_cast<const float*>(data)[index];
-    const uint16_t bits = static_cast<const uint16_t*>(data)[index];
-    return is_bf16 ? bf16_to_float(bits) : fp16_to_float(bits);
-}
-
 }  // namespace cpu
 }  // namespace flash_attn_norm
