@@ -23,6 +23,10 @@ __device__ __forceinline__ float quad_sum(float value) {
     return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
+/// Lower scores, such as a bias of the lowest float, are -inf as powers of two: they hide their
+/// key.
+constexpr float kLowestScore = -2.3e38f;
+
 /// Softmax over keys that arrive tile by tile. An accumulator tile is [kTilesM][tiles of 8
 /// columns][4] as mma.m16n8 leaves it: entries 0 and 1 lie in row 16 m + lane / 4, entries 2 and 3
 /// eight rows below. row_sum holds this lane's columns only until finish().
@@ -40,8 +44,9 @@ struct OnlineSoftmax {
     }
 
     /// scores -> exp2(scale_log2 * (scores - row_max)) in place; older output shrinks by the same
-    /// factor. kGuard: a row may have seen no key yet; its maximum is -inf then, and 0 stands in so
-    /// that no inf - inf arises. between(i) runs after the i-th of 2 kTilesM groups of rows.
+    /// factor. kGuard: a row may have seen no key yet; its maximum is -inf then, or so low that it
+    /// is -inf times log2(e), and 0 stands in so that no inf - inf arises. between(i) runs after
+    /// the i-th of 2 kTilesM groups of rows.
     template <bool kGuard, int kTilesN, int kTilesD, class Between>
     __device__ __forceinline__ void update(float (&acc_s)[kTilesM][kTilesN][4],
                                            float (&acc_o)[kTilesM][kTilesD][4], float scale_log2,
@@ -58,7 +63,7 @@ struct OnlineSoftmax {
                 const float old_max = row_max[m][r];
                 const float new_max = fmaxf(old_max, quad_max(tile_max));
                 row_max[m][r] = new_max;
-                const float base = kGuard && new_max == negative_infinity() ? 0.0f : new_max;
+                const float base = kGuard && new_max < kLowestScore ? 0.0f : new_max;
                 const float shrink = ptx::ex2_approx((old_max - base) * scale_log2);
                 const float offset = -base * scale_log2;
                 float tile_sum = 0.0f;

@@ -246,17 +246,19 @@ def test_extreme_softcaps(kernel, inputs, softcap):
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_bias_of_the_lowest_number_hides_a_key(kernel, inputs):
-    # What masks of "the lowest finite number" hold in rows of padding
-    low = torch.finfo(torch.float32).min
-    hidden = {**inputs, "attn_bias": torch.zeros(1, 1, 5, 7)}
-    hidden["attn_bias"][:, :, 2] = low
-    hidden["attn_bias"][:, :, 1, 3] = low
-    masked = {
-        **hidden,
-        "attn_bias": hidden["attn_bias"].masked_fill(hidden["attn_bias"] == low, -math.inf),
-    }
-    ours, expected = run_ours(kernel, hidden), run_ours(kernel, masked)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_of_the_lowest_number_hides_a_key(kernel, bf16_place, dtype):
+    """Masks of padding hold the lowest finite number, whole tiles of keys and whole rows of it."""
+    inputs = make_inputs(bf16_place, 2, 300, 300, (4, 2), 64)
+    bias = torch.randn(2, 1, 300, 300, device=bf16_place["device"]).to(dtype)
+    hidden = torch.zeros_like(bias, dtype=torch.bool)
+    hidden[0, :, :, :200] = True
+    hidden[:, :, 7] = True
+    low = {**inputs, "attn_bias": bias.masked_fill(hidden, torch.finfo(dtype).min)}
+    masked = {**inputs, "attn_bias": bias.masked_fill(hidden, -math.inf)}
+    ours = run_ours(kernel, low, deterministic=True)
+    expected = run_ours(kernel, masked, deterministic=True)
+    assert (expected["out"][:, 7] == 0).all()
     for name, value in expected.items():
         assert torch.equal(ours[name], value), name
 
