@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -18,6 +19,7 @@
 #include "attention/mask.h"
 #include "attention/params.h"
 #include "attention/seqlens.h"
+#include "attention/tile_scheduler.h"
 #include "common/cpu_features.h"
 #include "common/cpu_runtime.h"
 
@@ -197,6 +199,26 @@ std::vector<std::vector<bool>> dropout_mask(int64_t seed, int64_t offset, float 
     return mask;
 }
 
+std::tuple<int, int, int, int> block_range_of(const BlockRange& range) {
+    return {range.begin, range.end, range.full_begin, range.full_end};
+}
+
+/// (sequence, block) of every slot of a packed tensor.
+std::vector<std::pair<int64_t, int64_t>> block_slots(const std::vector<int32_t>& cu_seqlens,
+                                                     int64_t total, int block) {
+    BlockSlots slots;
+    slots.cu_seqlens = cu_seqlens.data();
+    slots.batch_size = static_cast<int64_t>(cu_seqlens.size()) - 1;
+    slots.total = total;
+    slots.block = block;
+    std::vector<std::pair<int64_t, int64_t>> found;
+    for (int64_t slot = 0; slot < slots.count(); ++slot) {
+        const int64_t batch = slots.batch_of(slot);
+        found.emplace_back(batch, slot - slots.first_slot(batch));
+    }
+    return found;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(flash_attn_norm_native, module) {
@@ -229,6 +251,13 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
                    return std::vector<uint32_t>(bits.lane, bits.lane + 4);
                });
     module.def("dropout_mask", &dropout_mask);
+    module.def("key_blocks", [](const Mask& mask, int64_t begin, int64_t end, int block) {
+        return block_range_of(key_blocks(mask, begin, end, block));
+    });
+    module.def("query_blocks", [](const Mask& mask, int64_t begin, int64_t end, int block) {
+        return block_range_of(query_blocks(mask, begin, end, block));
+    });
+    module.def("block_slots", &block_slots);
 
     module.def("packed_rows",
                [](const std::vector<int32_t>& cu_seqlens, int64_t batch, int64_t total) {
