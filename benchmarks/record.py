@@ -24,6 +24,14 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {capability}, {torch.get_num_threads()} threads"
 
 
+def command_line() -> str:
+    """The command that is running, with the script named from the root of the project."""
+    script = Path(sys.argv[0]).resolve()
+    root = RESULTS.parent.parent
+    name = str(script.relative_to(root)) if script.is_relative_to(root) else sys.argv[0]
+    return " ".join(["python", name, *sys.argv[1:]])
+
+
 def write_record(name: str, kernel, device: torch.device, figures: list) -> Path:
     """Writes `figures` (a list of flat dicts, units in their keys) to results/<name>.json.
 
@@ -36,7 +44,7 @@ def write_record(name: str, kernel, device: torch.device, figures: list) -> Path
         "ops": metadata["id"],
         "device": device_name(device),
         "torch": torch.__version__,
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "figures": figures,
     }
