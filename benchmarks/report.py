@@ -1,0 +1,127 @@
+"""Draws the records in benchmarks/results/ and prints their tables as Markdown.
+
+    python -m benchmarks.report
+
+writes docs/plots/attention_cuda.png, docs/plots/norms_cuda.png and prints what docs/performance.md
+holds.
+"""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).resolve().parent.parent
+PLOTS = ROOT / "docs" / "plots"
+MIN_HIDDEN_ROWS = 1024  # fewer rows are bound by the launch, not by memory
+
+
+def read_figures(name: str) -> list:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"]
+
+
+def attention_settings(figures: list) -> list:
+    """(head_dim, num_heads_q, num_heads_kv, causal) in the record's order."""
+    cells = [figure for figure in figures if "seqlen" in figure and "over_flash" in figure]
+    keys = [(f["head_dim"], f["num_heads_q"], f["num_heads_kv"], f["causal"]) for f in cells]
+    return list(dict.fromkeys(keys))
+
+
+def select(figures: list, setting: tuple, name: str) -> list:
+    names = ("head_dim", "num_heads_q", "num_heads_kv", "causal")
+    return [
+        figure
+        for figure in figures
+        if figure.get("pass") == name
+        and "over_flash" in figure
+        and tuple(figure[key] for key in names) == setting
+    ]
+
+
+def setting_text(setting: tuple) -> str:
+    head_dim, num_heads_q, num_heads_kv, causal = setting
+    return f"{head_dim}, {num_heads_q}/{num_heads_kv}, {'causal' if causal else 'full'}"
+
+
+def attention_table(figures: list) -> str:
+    """TFLOP/s and the ratio to torch's flash backend, one row per setting and pass."""
+    settings = attention_settings(figures)
+    seqlens = sorted({f["seqlen"] for f in figures if "over_flash" in f})
+    lines = [
+        "| head dim, heads q/kv, mask | pass | " + " | ".join(map(str, seqlens)) + " |",
+        "|---|---|" + "---|" * len(seqlens),
+    ]
+    for setting in settings:
+        for name in ("forward", "backward"):
+            by_seqlen = {f["seqlen"]: f for f in select(figures, setting, name)}
+            cells = [
+                f"{f['flash_attn_norm_tflop_per_s']:.0f}, x{f['over_flash']:.2f}" if f else ""
+                for f in (by_seqlen.get(seqlen) for seqlen in seqlens)
+            ]
+            lines.append(f"| {setting_text(setting)} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot_attention(figures: list) -> None:
+    settings = [s for s in attention_settings(figures) if s[1] == s[2]]
+    head_dims = list(dict.fromkeys(setting[0] for setting in settings))
+    figure, axes = plt.subplots(2, len(head_dims), figsize=(4 * len(head_dims), 7), sharey=True)
+    for column, head_dim in enumerate(head_dims):
+        for row, name in enumerate(("forward", "backward")):
+            axis = axes[row][column]
+            for setting in (s for s in settings if s[0] == head_dim):
+                cells = select(figures, setting, name)
+                style = "--" if setting[3] else "-"
+                mask = "causal" if setting[3] else "full"
+                for who, color in (("flash_attn_norm", "C0"), ("flash", "C1"), ("cudnn", "C7")):
+                    axis.plot(
+                        [f["seqlen"] for f in cells],
+                        [f[f"{who}_tflop_per_s"] for f in cells],
+                        style,
+                        color=color,
+                        marker=".",
+                        label=f"{who}, {mask}",
+                    )
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"{name}, head dim {head_dim}")
+            axis.set_xlabel("seqlen")
+            axis.grid(alpha=0.3)
+        axes[0][0].set_ylabel("TFLOP/s")
+        axes[1][0].set_ylabel("TFLOP/s")
+    axes[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(PLOTS / "attention_cuda.png", dpi=110)
+
+
+def plot_norms(figures: list) -> None:
+    cells = [f for f in figures if f.get("rows", 0) >= MIN_HIDDEN_ROWS]
+    norms = list(dict.fromkeys(f["norm"] for f in cells))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for axis, name in zip(axes, ("forward", "backward")):
+        for norm in norms:
+            mine = [f for f in cells if f["norm"] == norm and f["pass"] == name]
+            labels = [f"{f['rows']} x {f['hidden_size']}" for f in mine]
+            axis.plot(labels, [f["of_roof"] for f in mine], marker="o", label=norm)
+        axis.set_title(name)
+        axis.tick_params(axis="x", rotation=30)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("share of the stream's bandwidth")
+    axes[0].set_ylim(0, 1)
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(PLOTS / "norms_cuda.png", dpi=110)
+
+
+def main() -> None:
+    PLOTS.mkdir(parents=True, exist_ok=True)
+    attention, norms = read_figures("attention_cuda"), read_figures("norms_cuda")
+    plot_attention(attention)
+    plot_norms(norms)
+    print(attention_table(attention))
+
+
+if __name__ == "__main__":
+    main()
