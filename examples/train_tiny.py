@@ -54,9 +54,9 @@ from transformers import AutoModelForCausalLM, KernelConfig, PreTrainedModel  # 
 
 ATTENTION = f"{REPO_ID}@v1"
 SETTLE_STEPS = 5  # allocator and thread pool warm up; not counted in tokens per second
-# Two right implementations round differently, and training amplifies rounding. A wrong gradient
-# shows as a gap of whole tenths within some dozen steps.
-PARTED = 0.05
+# Largest difference of the losses that rounding explains: in float32 about 1e-6 was seen, in
+# bfloat16 the third digit of a loss is rounded. A gradient that is wrong by one percent shows more.
+PARTED = {"cpu": 1e-3, "cuda": 0.1}
 
 
 @dataclass
@@ -153,7 +153,7 @@ def sparkline(values: list[float], width: int = 56) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / span)] for mean in means)
 
 
-def save_plot(path: Path, runs: list[Run], tokens_per_step: int, title: str) -> None:
+def save_plot(path: Path, runs: list[Run], tokens_per_step: int, parted: float, title: str) -> None:
     eager, ours = runs
     differences = [abs(a - b) for a, b in zip(eager.losses, ours.losses, strict=True)]
     figure, (curves, gap) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
@@ -163,8 +163,8 @@ def save_plot(path: Path, runs: list[Run], tokens_per_step: int, title: str) -> 
     curves.set(xlabel="step", ylabel="loss (nats per byte)", title="Loss: one curve on the other")
     curves.legend(frameon=False)
     gap.semilogy([max(d, 1e-8) for d in differences], color="#1864ab")
-    gap.set(xlabel="step", title="|eager - ours|: rounding, amplified by training")
-    gap.axhline(PARTED, color="#868e96", ls="--", lw=1)
+    gap.set(xlabel="step", title="|eager - ours|, and what rounding explains (dashed)")
+    gap.axhline(parted, color="#868e96", ls="--", lw=1)
     for axes in (curves, gap):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
@@ -209,7 +209,7 @@ def describe_problem(model: PreTrainedModel, batch_size: int, seqlen: int) -> No
     )
 
 
-def summarize(runs: list[Run], tokens_per_step: int) -> bool:
+def summarize(runs: list[Run], tokens_per_step: int, parted: float) -> bool:
     """Prints the outcome; True if the losses fell together."""
     eager, ours = runs
     differences = [abs(a - b) for a, b in zip(eager.losses, ours.losses, strict=True)]
@@ -227,17 +227,17 @@ def summarize(runs: list[Run], tokens_per_step: int) -> bool:
         f"   speed                {speeds[1] / speeds[0]:.2f} times eager, whole training step"
     )
     fell = all(statistics.fmean(run.losses[-10:]) < 0.8 * run.losses[0] for run in runs)
-    together = differences[worst] < PARTED
+    together = differences[worst] < parted
     if fell and together:
         print(
             "\n   Both copies learned, and learned the same: our attention and norms give eager's\n"
             "   outputs and gradients. What is left is rounding: sums in another order differ in\n"
-            "   the last digit, and every step amplifies that a little."
+            "   their last digits."
         )
     if not fell:
         print("\n   NOT RIGHT: the loss did not fall.")
     if not together:
-        print(f"\n   NOT RIGHT: the curves part by more than {PARTED}; rounding is far smaller.")
+        print(f"\n   NOT RIGHT: the curves part by more than {parted}, what rounding explains.")
     return fell and together
 
 
@@ -288,9 +288,10 @@ def main() -> int:
 
     text = batches(reference_bytes(), batch_size, seqlen, steps, device)
     train(runs, text, steps, arguments.learning_rate, report)
-    good = summarize(runs, batch_size * seqlen)
+    parted = PARTED[device.type]
+    good = summarize(runs, batch_size * seqlen, parted)
     title = f"flash-attn-norm on {device.type}, torch {torch.__version__}"
-    save_plot(arguments.plot, runs, batch_size * seqlen, title)
+    save_plot(arguments.plot, runs, batch_size * seqlen, parted, title)
     print(f"\n   plot: {arguments.plot}")
     return 0 if good else 1
 
