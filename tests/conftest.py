@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={ROOT / 'build'}")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Idle threads of torch's pool sleep: spinning ones take a small machine's cores from the processes
+# that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
