@@ -13,7 +13,7 @@ BUILD := $(RUN) -m tools.build
 .PHONY: help demo test build bench gpu-test matrix gate release verify records format lint clean
 
 help:
-	@echo "make demo      build the variant that fits this machine and train a small model with it"
+	@echo "make demo      build the variant for the installed torch and train a small model with it"
 	@echo "make test      build and check the cpu and CUDA $(CUDA) variants, run all tests"
 	@echo "make build     build the cpu and CUDA $(CUDA) variants (ARGS='--backend cpu' for one)"
 	@echo "make bench     measure on this machine and write records to benchmarks/results/"
@@ -23,7 +23,7 @@ help:
 	@echo "make release   show what a release would change; PUBLISH=1 does it (TO=org/name or folder)"
 	@echo "make verify    WHAT=org/name@revision or a folder: find files that are not as released"
 	@echo "make format    format C++ and Python; make lint: check both"
-	@if [ -x $(RUN) ]; then $(RUN) -m tools.records; fi
+	@if [ -e $(VENV)/test.stamp ]; then $(RUN) -m tools.records; fi
 
 demo: $(VENV)/demo.stamp
 	$(BUILD) --for-this-torch $(ARGS)
@@ -85,6 +85,7 @@ $(VENV)/%.stamp: requirements/*.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
 	    "Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; say PYTHON=...")'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "installing requirements/$*.txt into $(VENV)/, once: a minute or two"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements/$*.txt
 	@touch $@
 

@@ -91,7 +91,7 @@ def plot_attention(figures: list) -> None:
             axis.grid(alpha=0.3)
         axes[0][0].set_ylabel("TFLOP/s")
         axes[1][0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=7)
+    axes[0][0].legend(fontsize=7, handlelength=4)
     figure.tight_layout()
     figure.savefig(PLOTS / "attention_cuda.png", dpi=110)
 

@@ -55,7 +55,14 @@ def test_generated_names_are_not_committed():
 
 def test_no_file_names_a_registry_host():
     hosts = re.compile(
-        "|".join([r"pypi\." + "org", r"pythonhosted\." + "org", r"deb\." + "debian"])
+        "|".join(
+            [
+                r"pypi\." + "org",
+                r"pythonhosted\." + "org",
+                r"deb\." + "debian",
+                r"download\." + "pytorch",
+            ]
+        )
     )
     naming = [
         name
