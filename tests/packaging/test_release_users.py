@@ -35,6 +35,11 @@ class Published:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
+    def kernels(self, *arguments: str, home: Path) -> str:
+        """The loader's command line, from the environment that runs the tests."""
+        command = Path(sys.executable).with_name("kernels")
+        return self.run(str(command), *arguments, home=home)
+
     def python(self, code: str, home: Path, offline: bool = False) -> str:
         return self.run(sys.executable, "-c", code, home=home, offline=offline)
 
@@ -85,7 +90,7 @@ def test_every_pin_and_both_versions_in_one_process(published, tmp_path):
 
 
 def test_versions(published, tmp_path):
-    said = published.run("kernels", "versions", REPO_ID, home=tmp_path)
+    said = published.kernels("versions", REPO_ID, home=tmp_path)
     assert said.index("Version 1:") < said.index("Version 2:")
     assert said.count(CPU) == 2
 
@@ -94,11 +99,11 @@ def test_lock_download_and_offline(published, tmp_path):
     project = tmp_path / "pyproject.toml"
     project.write_text(f'[tool.kernels.dependencies]\n"{REPO_ID}" = 1\n')
     home = tmp_path / "home"
-    published.run("kernels", "lock", str(tmp_path), home=home)
+    published.kernels("lock", str(tmp_path), home=home)
     locks = (tmp_path / "kernels.lock").read_text()
     assert published.commit("v1") in locks
     assert published.commit("v2") not in locks
-    published.run("kernels", "download", "--all-variants", str(tmp_path), home=home)
+    published.kernels("download", "--all-variants", str(tmp_path), home=home)
     code = (
         "from pathlib import Path\nfrom kernels import load_kernel\n"
         f"lock = Path({str(tmp_path / 'kernels.lock')!r})\n"
