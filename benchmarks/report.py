@@ -2,8 +2,8 @@
 
     python -m benchmarks.report
 
-writes docs/plots/attention_cuda.png, docs/plots/norms_cuda.png and prints what docs/performance.md
-holds.
+writes docs/plots/attention_cuda.png, docs/plots/norms_cuda.png and prints the tables of
+docs/performance.md and docs/norms.md.
 """
 
 import json
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).resolve().parent.parent
 PLOTS = ROOT / "docs" / "plots"
-MIN_HIDDEN_ROWS = 1024  # fewer rows are bound by the launch, not by memory
+MIN_ROWS = 1024  # fewer rows are bound by the launch, not by memory
 
 
 def read_figures(name: str) -> list:
@@ -96,8 +96,26 @@ def plot_attention(figures: list) -> None:
     figure.savefig(PLOTS / "attention_cuda.png", dpi=110)
 
 
+def norms_table(figures: list) -> str:
+    """The share of the stream's bandwidth and Liger's time over ours, one row per shape."""
+    cells = [f for f in figures if f.get("rows", 0) >= MIN_ROWS]
+    columns = list(dict.fromkeys((f["norm"], f["pass"]) for f in cells))
+    by_cell = {(f["rows"], f["hidden_size"], (f["norm"], f["pass"])): f for f in cells}
+    lines = [
+        "| rows x hidden size | " + " | ".join(f"{norm} {name}" for norm, name in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for rows, hidden_size in dict.fromkeys((f["rows"], f["hidden_size"]) for f in cells):
+        mine = [by_cell[rows, hidden_size, column] for column in columns]
+        shares = [
+            f"{f['of_roof']:.2f}, x{f['liger_us'] / f['flash_attn_norm_us']:.2f}" for f in mine
+        ]
+        lines.append(f"| {rows} x {hidden_size} | " + " | ".join(shares) + " |")
+    return "\n".join(lines)
+
+
 def plot_norms(figures: list) -> None:
-    cells = [f for f in figures if f.get("rows", 0) >= MIN_HIDDEN_ROWS]
+    cells = [f for f in figures if f.get("rows", 0) >= MIN_ROWS]
     norms = list(dict.fromkeys(f["norm"] for f in cells))
     figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
     for axis, name in zip(axes, ("forward", "backward")):
@@ -120,7 +138,7 @@ def main() -> None:
     attention, norms = read_figures("attention_cuda"), read_figures("norms_cuda")
     plot_attention(attention)
     plot_norms(norms)
-    print(attention_table(attention))
+    print(attention_table(attention), norms_table(norms), sep="\n\n")
 
 
 if __name__ == "__main__":
