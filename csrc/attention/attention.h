@@ -17,6 +17,12 @@ void attention_fwd(const AttentionFwdParams& params, const CpuRuntime& runtime);
 int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params, const CpuRuntime& runtime);
 void attention_bwd(const AttentionBwdParams& params, const CpuRuntime& runtime);
 
+void kvcache_append(const KvCacheAppendParams& params, const CpuRuntime& runtime);
+
+int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params,
+                                          const CpuRuntime& runtime);
+void attention_kvcache(const KvCacheAttentionParams& params, const CpuRuntime& runtime);
+
 }  // namespace cpu
 
 namespace cuda {
@@ -27,6 +33,14 @@ void attention_fwd(const AttentionFwdParams& params, void* stream);
 
 int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params);
 void attention_bwd(const AttentionBwdParams& params, void* stream);
+
+/// Rows of k, v, q and the cache may begin at any address and have any head_dim.
+void kvcache_append(const KvCacheAppendParams& params, void* stream);
+
+/// Rows of q and the cache begin at multiples of 16 bytes; head_dim and head_dim_v are multiples of
+/// 8. The workspace, like the grid, depends on shapes alone, never on lengths.
+int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params);
+void attention_kvcache(const KvCacheAttentionParams& params, void* stream);
 
 }  // namespace cuda
 

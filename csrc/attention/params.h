@@ -116,4 +116,95 @@ struct AttentionBwdParams {
         nullptr;  // attention_bwd_workspace_bytes(params), 64-byte aligned; contents undefined
 };
 
+/// Where the keys and values of each sequence lie in a cache, and how many there are. Position p of
+/// a sequence is row p of its cache entry, or row p % entry_rows of its page p / entry_rows; its
+/// keys are the positions from its leftpad up to its length. kv_cache.h reads it.
+///
+///     length = cache_seqlens[batch] + seqlen                           if cache_seqlens
+///     length = cu_seqlens_k[batch + 1] - cu_seqlens_k[batch] + seqlen  if cu_seqlens_k
+///     length = seqlen                                                  otherwise
+///
+/// A negative entry of cache_seqlens marks a sequence of padding: it has no keys, and nothing is
+/// appended to it. Index tensors lie on the device; whatever they hold, nothing outside the cache
+/// is touched.
+struct KvCacheLayout {
+    int64_t num_entries = 0;             // cache rows of the batch, or pages
+    int64_t entry_rows = 0;              // seqlen_cache, or page_size
+    TensorStrides k_strides, v_strides;  // batch: from one entry to the next
+
+    const int32_t* page_table =
+        nullptr;                    // [batch_size, pages_per_sequence], entries; null: no pages
+    int64_t page_table_stride = 0;  // from one sequence to the next; pages have unit stride
+    int64_t pages_per_sequence = 0;
+
+    const int32_t* cache_batch_idx = nullptr;  // [batch_size], entries; null: its own; no pages
+    const int32_t* cache_leftpad = nullptr;    // [batch_size]; null: 0
+    const int32_t* cache_seqlens = nullptr;    // [batch_size]; null: see length
+    const int32_t* cu_seqlens_k = nullptr;  // [batch_size + 1], attention alone; null: see length
+    int64_t seqlen =
+        0;  // appending: where the new rows begin; attention: rows appended just before
+
+    /// Positions that a sequence has at most.
+    FAN_HOST_DEVICE int64_t capacity() const {
+        return page_table != nullptr ? pages_per_sequence * entry_rows : entry_rows;
+    }
+};
+
+/// Writes new rows of every sequence into the cache, at positions length, length + 1, ...; those
+/// behind its capacity, and all of a sequence of padding or with an index outside the cache, are
+/// left out. Rotates what it writes, and q.
+///
+/// Rotation of the first rotary_dim elements of a row at position p, by row min(p, rotary_rows - 1)
+/// of the tables, in float32:  (x, y) -> (x * cos - y * sin, y * cos + x * sin), where y is the
+/// element after x (interleaved) or rotary_dim / 2 after it.
+struct KvCacheAppendParams {
+    DType dtype = DType::kBFloat16;  // of q, k, v and the cache
+    KvCacheLayout cache;
+    void* k_cache = nullptr;  // [num_entries, entry_rows, num_heads_kv, head_dim]
+    void* v_cache = nullptr;  // [num_entries, entry_rows, num_heads_kv, head_dim_v]
+
+    int64_t batch_size = 0;
+    int64_t seqlen_new = 0;
+    int num_heads_kv = 0;
+    int head_dim = 0;
+    int head_dim_v = 0;
+    const void* k = nullptr;  // [batch_size, seqlen_new, num_heads_kv, head_dim]
+    const void* v = nullptr;  // [batch_size, seqlen_new, num_heads_kv, head_dim_v]
+    TensorStrides k_strides, v_strides;
+
+    int rotary_dim = 0;                // even, at most head_dim; 0: no rotation, no q
+    int64_t rotary_rows = 0;           // at least 1
+    const void* rotary_cos = nullptr;  // [rotary_rows, rotary_dim / 2], contiguous
+    const void* rotary_sin = nullptr;  // likewise
+    DType rotary_dtype = DType::kFloat32;
+    bool rotary_interleaved = false;
+    bool rotary_advances = false;  // row i of q stands at length + i; false: all rows at length
+
+    int64_t seqlen_q = 0;
+    int num_heads_q = 0;
+    const void* q = nullptr;  // [batch_size, seqlen_q, num_heads_q, head_dim]
+    TensorStrides q_strides;
+    void* q_rotated = nullptr;  // like q, contiguous; a position below 0 counts as 0
+};
+
+/// Attention of q to a cache, without gradients. In `problem` q is dense or packed as ever, but
+/// seqlen_k, total_k and cu_seqlens_k are not used, dropout and attn_bias are off. head_dim and
+/// head_dim_v are at most 512, or 576 and 512.
+struct KvCacheAttentionParams {
+    AttentionProblem problem;
+    KvCacheLayout cache;
+    int num_splits = 0;  // parts that the keys of a sequence are cut into at most; 0: own choice
+
+    const void* q = nullptr;  // shape as in AttentionFwdParams
+    TensorStrides q_strides;
+    const void* k_cache = nullptr;  // [num_entries, entry_rows, num_heads_kv, head_dim]
+    const void* v_cache = nullptr;  // [num_entries, entry_rows, num_heads_kv, head_dim_v]
+
+    void* out = nullptr;  // shapes and contents as in AttentionFwdParams
+    float* softmax_lse = nullptr;
+
+    void* workspace =
+        nullptr;  // attention_kvcache_workspace_bytes(params), 64-byte aligned; contents undefined
+};
+
 }  // namespace flash_attn_norm
