@@ -22,6 +22,18 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                  : "memory");
 }
 
+/// mbarrier.arrive: one arrival. Everything this thread read or wrote before is done.
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+
+/// mbarrier.arrive.shared::cluster (sm_90): one arrival on a barrier of another CTA of the cluster,
+/// whose address comes from mapa. Not .release.cluster, which would wait for every outstanding
+/// reduction of the thread (MEMBAR.ALL.GPU): this orders reads of shared memory, no global writes.
+__device__ __forceinline__ void mbarrier_arrive_remote(uint32_t remote_barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(remote_barrier) : "memory");
+}
+
 /// mbarrier.try_wait.parity (sm_90): true once the phase of this parity has completed. May suspend
 /// the thread for a bounded time first, so callers loop. What st.async wrote before the phase
 /// completed is visible then; acquiring more, at cluster scope, would empty the L1.

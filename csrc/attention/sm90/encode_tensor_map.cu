@@ -1,0 +1,54 @@
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "attention/sm90/encode_tensor_map.h"
+#include "common/check.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+namespace {
+
+PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    FAN_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                    cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess || function == nullptr) {
+        throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+}
+
+}  // namespace
+
+CUtensorMap encode_tensor_map(const TensorMapShape& shape, const void* data, DType dtype) {
+    static const PFN_cuTensorMapEncodeTiled_v12000 encode = encode_function();
+    const cuuint64_t sizes[4] = {shape.sizes[0], shape.sizes[1], shape.sizes[2], shape.sizes[3]};
+    const cuuint64_t strides[3] = {shape.stride_bytes[0], shape.stride_bytes[1],
+                                   shape.stride_bytes[2]};
+    const cuuint32_t box[4] = {shape.box_columns, shape.box_rows, 1, 1};
+    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult status = encode(
+        &map,
+        dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        4, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        shape.swizzle == Swizzle::k128Bytes ? CU_TENSOR_MAP_SWIZZLE_128B
+                                            : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS) {
+        throw std::runtime_error("cuTensorMapEncodeTiled refused sizes (" +
+                                 std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " +
+                                 std::to_string(sizes[2]) + ", " + std::to_string(sizes[3]) +
+                                 "): CUDA error " + std::to_string(static_cast<int>(status)));
+    }
+    return map;
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm
