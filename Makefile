@@ -10,7 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 BUILD := $(RUN) -m tools.build
 
-.PHONY: help demo test build bench gpu-test matrix gate release verify records format lint clean
+.PHONY: help demo test build bench gpu-test matrix gate release verify published records format lint clean
 
 help:
 	@echo "make demo      build the variant for the installed torch and train a small model with it"
@@ -22,6 +22,7 @@ help:
 	@echo "make gate      VARIANT=...: test one variant as users load it, and record that"
 	@echo "make release   show what a release would change; PUBLISH=1 does it (TO=org/name or folder)"
 	@echo "make verify    WHAT=org/name@revision or a folder: find files that are not as released"
+	@echo "make published what users of every published version find, on the Hub of HF_ENDPOINT"
 	@echo "make format    format C++ and Python; make lint: check both"
 	@if [ -e $(VENV)/test.stamp ]; then $(RUN) -m tools.records; fi
 
@@ -63,6 +64,9 @@ release: $(VENV)/test.stamp
 
 verify: $(VENV)/test.stamp
 	$(RUN) -m tools.release verify $(or $(WHAT),$(error say WHAT=org/name@revision or a folder)) $(ARGS)
+
+published: $(VENV)/test.stamp
+	$(RUN) -m pytest tests/packaging/check_published.py $(ARGS)
 
 records: $(VENV)/test.stamp
 	@$(RUN) -m tools.records

@@ -125,7 +125,7 @@ def _publish(plan: Plan, root: Path) -> None:
     target.tidy(release.branch)
     head = target.branches()[release.branch]
     _check_published(target, head, plan)
-    record = {**release.record(), "published": {"to": target.name, "commit": head}}
+    record = {**release.record(), "published": {**target.address(), "commit": head}}
     path = write_lock(root, record)
     print(f"{path.relative_to(root)} written; commit it: it is the record of what was published")
 

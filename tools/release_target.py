@@ -58,10 +58,9 @@ class Move:
 class Target(ABC):
     """Branches with files, which move atomically."""
 
-    @property
     @abstractmethod
-    def name(self) -> str:
-        """What the record of a release calls it."""
+    def address(self) -> dict[str, str]:
+        """What the record of a release says of it. No path of this machine."""
 
     @abstractmethod
     def branches(self) -> dict[str, str]:
@@ -94,9 +93,8 @@ class HubTarget(Target):
         self._where = {"repo_id": repo_id, "repo_type": "kernel"}
         self.may_be_missing = False  # then a dry run takes it for an empty one
 
-    @property
-    def name(self) -> str:
-        return self.repo_id
+    def address(self) -> dict[str, str]:
+        return {"to": self.repo_id, "endpoint": self._api.endpoint}
 
     def __str__(self) -> str:
         return f"{self._api.endpoint}/kernels/{self.repo_id}"
@@ -268,9 +266,8 @@ class FolderTarget(Target):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @property
-    def name(self) -> str:
-        return f"folder {self.folder.name}"
+    def address(self) -> dict[str, str]:
+        return {"to": f"folder {self.folder.name}"}
 
     def __str__(self) -> str:
         return str(self.folder)

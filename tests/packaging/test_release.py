@@ -91,7 +91,7 @@ def test_publishes_one_commit_for_each_branch(ready, hub):
     assert lock["variants"][CPU]["gate"][0]["device"] == "a device"
     assert lock["api"] == api()
     head = hub.store.repository("kernel", REPO_ID).branches["v1"]
-    assert lock["published"]["commit"] == head
+    assert lock["published"] == {"to": REPO_ID, "endpoint": hub.url, "commit": head}
     released = json.loads(on_branch["release.json"])
     assert released["variants"] == lock["variants"]
 
