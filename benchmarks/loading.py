@@ -26,14 +26,14 @@ from benchmarks.record import write_record
 ROOT = Path(__file__).resolve().parent.parent
 REPO_ID = "org/flash-attn-norm"
 
-LOAD = f"""
-import json, time
+LOAD = """
+import json, sys, time
 start = time.perf_counter()
 import torch
 torch_imported = time.perf_counter()
 from kernels import get_kernel
 kernels_imported = time.perf_counter()
-kernel = get_kernel({REPO_ID!r}, version=1, trust_remote_code=True)
+kernel = get_kernel(sys.argv[1], version=int(sys.argv[2]), trust_remote_code=True)
 loaded = time.perf_counter()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 q = torch.randn(1, 128, 8, 64, dtype=torch.bfloat16, device=device)
@@ -42,24 +42,25 @@ if device == "cuda":
 ready = time.perf_counter()
 kernel.flash_attn_func(q, q[:, :, :2], q[:, :, :2], causal=True).sum().item()
 called = time.perf_counter()
-print(json.dumps({{
+print(json.dumps({
     "import torch s": torch_imported - start,
     "import kernels s": kernels_imported - torch_imported,
     "get_kernel s": loaded - kernels_imported,
     "first call s": called - ready,
     "get_kernel to first result s": loaded - kernels_imported + called - ready,
-}}))
+}))
 """
 
-UPLOAD = f"""
+UPLOAD = """
 import sys
 from huggingface_hub import HfApi
+repo_id, branch, folder, path = sys.argv[1:]
 api = HfApi()
-api.create_repo({REPO_ID!r}, repo_type="kernel")
-api.create_branch({REPO_ID!r}, repo_type="kernel", branch="v1")
+api.create_repo(repo_id, repo_type="kernel")
+api.create_branch(repo_id, repo_type="kernel", branch=branch)
 api.upload_folder(
-    repo_id={REPO_ID!r}, repo_type="kernel", revision="v1", folder_path=sys.argv[1],
-    path_in_repo=sys.argv[2], ignore_patterns=["__pycache__/*", "*.pyc"],
+    repo_id=repo_id, repo_type="kernel", revision=branch, folder_path=folder, path_in_repo=path,
+    ignore_patterns=["__pycache__/*", "*.pyc"],
 )
 """
 
@@ -80,9 +81,9 @@ def local_hub(folder: Path):
             server.terminate()
 
 
-def load(environment: dict[str, str], home: str) -> dict[str, float]:
+def load(environment: dict[str, str], home: str, version: int) -> dict[str, float]:
     environment = {**environment, "HF_HOME": home}
-    command = [sys.executable, "-c", LOAD]
+    command = [sys.executable, "-c", LOAD, REPO_ID, str(version)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -94,9 +95,11 @@ def main() -> None:
     kernel = get_local_kernel(ROOT / "build")
     variant = Path(kernel.__file__).parent
     library = next(variant.glob("*.abi3.so"))
+    version = json.loads((variant / "metadata.json").read_text())["version"]
     figures = []
     with tempfile.TemporaryDirectory() as scratch, local_hub(Path(scratch) / "hub") as environment:
-        upload = [sys.executable, "-c", UPLOAD, str(variant), f"build/{variant.name}"]
+        upload = [sys.executable, "-c", UPLOAD, REPO_ID, f"v{version}"]
+        upload += [str(variant), f"build/{variant.name}"]
         subprocess.run(upload, env=environment, check=True)
         for cache in ("cold", "warm"):
             homes = [
@@ -104,8 +107,8 @@ def main() -> None:
                 for i in range(repeats)
             ]
             if cache == "warm":
-                load(environment, homes[0])
-            runs = [load(environment, home) for home in homes]
+                load(environment, homes[0], version)
+            runs = [load(environment, home, version) for home in homes]
             medians = {
                 key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]
             }

@@ -1,7 +1,8 @@
 """Runs the gate of one variant and writes its record beside it: python -m tools.gate VARIANT.
 
 In fresh processes, through `kernels.get_kernel` from a branch of a Hub on this machine: load, API
-surface, opcheck, the GQA backward suite and the norms suite, on the device that the variant is for.
+surface, opcheck, the GQA backward suite and the norms suite (and the key-value cache's, once a
+variant has that), on the device that the variant is for.
 A variant that this machine's torch would not be offered is loaded from its folder instead, and the
 record says why.
 
@@ -33,7 +34,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 from .built import BuiltVariant, differences, read_variant
 from .errors import BuildError
-from .gate_record import SUITES, Check, GateRecord, record_path, write_record
+from .gate_record import Check, GateRecord, record_path, suites, write_record
 from .release_target import HubTarget, Move
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,7 +84,7 @@ def run_gate(variant: BuiltVariant, root: Path, command: str) -> GateRecord:
             looked = _look(folder, root, environment, repo_id, device)
             checks = [Check(**check) for check in looked["checks"]]
             if all(check.passed for check in checks):
-                for name, suite in SUITES.items():
+                for name, suite in suites(looked["api"]).items():
                     checks.append(_run_suite(name, suite, root, folder, environment, device))
     return GateRecord(
         variant=variant.name,

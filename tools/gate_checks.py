@@ -140,12 +140,13 @@ def _record_op_calls(module: ModuleType, device: str) -> list[tuple]:
         with Recorder():
             result = sample()
             in_backward = True
-            result.float().sum().backward()
+            if result.requires_grad:
+                result.float().sum().backward()
     return calls
 
 
 def _samples(module: ModuleType, device: str) -> list[Callable]:
-    """Calls that reach every op: GQA, dense and packed, and the norms with all their arguments."""
+    """Calls that reach every op: GQA dense, packed and cached, the norms with all arguments."""
     import torch
 
     def leaf(*shape: int) -> torch.Tensor:
@@ -166,7 +167,16 @@ def _samples(module: ModuleType, device: str) -> list[Callable]:
     def layer() -> torch.Tensor:
         return module.layer_norm(leaf(3, 32), leaf(32), leaf(32))
 
+    def decode() -> torch.Tensor:
+        q, k, v = (torch.randn(2, 1, h, 16, dtype=torch.bfloat16, device=device) for h in (6, 2, 2))
+        k_cache, v_cache = torch.zeros(2, 2, 8, 2, 16, dtype=torch.bfloat16, device=device)
+        lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+        return module.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True
+        )
+
     needs = {
+        "flash_attn_with_kvcache": decode,
         "flash_attn_func": dense,
         "flash_attn_varlen_func": packed,
         "rms_norm": rms,

@@ -20,6 +20,16 @@ SUITES = {
     "norms": "tests/norms",
 }
 REQUIRED = ("load", "api", "opcheck", *SUITES)
+# What it must pass if it has the function.
+SUITES_OF_FUNCTIONS = {
+    "flash_attn_with_kvcache": ("kv cache", "tests/attention/test_kvcache.py"),
+}
+
+
+def suites(api: dict) -> dict[str, str]:
+    """The test suites of a variant with this surface."""
+    more = [suite for name, suite in SUITES_OF_FUNCTIONS.items() if name in api.get("all", [])]
+    return {**SUITES, **dict(more)}
 
 
 @dataclass(frozen=True)
@@ -53,13 +63,18 @@ class GateRecord:
     @property
     def passed(self) -> bool:
         by_name = {check.name: check.passed for check in self.checks}
-        return all(by_name.get(name, False) for name in REQUIRED) and all(by_name.values())
+        return all(by_name.get(name, False) for name in self.required) and all(by_name.values())
+
+    @property
+    def required(self) -> list[str]:
+        """The checks without which it has not passed."""
+        return [*REQUIRED, *(name for name in suites(self.api) if name not in SUITES)]
 
     def summary(self) -> str:
         """One line for tables and diffs."""
         where = f"{self.device}, torch {self.torch}"
         failed = [check.name for check in self.checks if not check.passed]
-        failed += [n for n in REQUIRED if n not in {check.name for check in self.checks}]
+        failed += [n for n in self.required if n not in {check.name for check in self.checks}]
         return f"failed ({', '.join(failed)}) on {where}" if failed else f"passed on {where}"
 
     def to_dict(self) -> dict:

@@ -102,3 +102,8 @@ def test_a_record_is_json_with_its_verdict(ready):
     path = ready.pass_gate()
     assert json.loads(path.read_text())["passed"] is True
     assert read_record(path).summary() == "passed on a device, torch 2.13.0"
+
+
+def test_a_function_brings_its_suite(ready):
+    path = ready.pass_gate(api={"all": ["flash_attn_with_kvcache", "name"]})
+    assert read_record(path).summary() == "failed (kv cache) on a device, torch 2.13.0"
