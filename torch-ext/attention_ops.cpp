@@ -94,7 +94,9 @@ Tensor without_padding(Tensor& padded, int64_t head_dim) {
     return torch::stable::contiguous(torch::stable::narrow(padded, last, 0, head_dim));
 }
 
-Tensor workspace_of(const Tensor& reference, int64_t bytes) {
+/// None if no bytes are wanted: an allocation takes the host a few microseconds.
+std::optional<Tensor> workspace_of(const Tensor& reference, int64_t bytes) {
+    if (bytes == 0) return std::nullopt;
     return empty_like_device(reference, {bytes}, ScalarType::Byte);
 }
 
@@ -103,16 +105,17 @@ void run(const Tensor& q, AttentionFwdParams& params) {
 #if defined(CUDA_KERNEL)
     if (!q.is_cpu()) {
         const fan::CudaContext context(q);
-        const Tensor workspace = workspace_of(q, fan::cuda::attention_fwd_workspace_bytes(params));
-        params.workspace = workspace.mutable_data_ptr();
+        const std::optional<Tensor> workspace =
+            workspace_of(q, fan::cuda::attention_fwd_workspace_bytes(params));
+        if (workspace) params.workspace = workspace->mutable_data_ptr();
         fan::cuda::attention_fwd(params, context.stream());
         return;
     }
 #endif
     const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
-    const Tensor workspace =
+    const std::optional<Tensor> workspace =
         workspace_of(q, fan::cpu::attention_fwd_workspace_bytes(params, runtime));
-    params.workspace = workspace.mutable_data_ptr();
+    if (workspace) params.workspace = workspace->mutable_data_ptr();
     fan::cpu::attention_fwd(params, runtime);
 }
 
@@ -121,31 +124,38 @@ void run(const Tensor& q, AttentionBwdParams& params) {
 #if defined(CUDA_KERNEL)
     if (!q.is_cpu()) {
         const fan::CudaContext context(q);
-        const Tensor workspace = workspace_of(q, fan::cuda::attention_bwd_workspace_bytes(params));
-        params.workspace = workspace.mutable_data_ptr();
+        const std::optional<Tensor> workspace =
+            workspace_of(q, fan::cuda::attention_bwd_workspace_bytes(params));
+        if (workspace) params.workspace = workspace->mutable_data_ptr();
         fan::cuda::attention_bwd(params, context.stream());
         return;
     }
 #endif
     const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
-    const Tensor workspace =
+    const std::optional<Tensor> workspace =
         workspace_of(q, fan::cpu::attention_bwd_workspace_bytes(params, runtime));
-    params.workspace = workspace.mutable_data_ptr();
+    if (workspace) params.workspace = workspace->mutable_data_ptr();
     fan::cpu::attention_bwd(params, runtime);
 }
 
-/// Gives a CUDA kernel rows that it can load; nothing to do for the CPU's.
-void align_inputs(AttentionArguments& arguments, AttentionProblem& problem) {
-    if (arguments.q.is_cpu()) return;
-    arguments.q = with_vector_rows(arguments.q);
-    arguments.k = with_vector_rows(arguments.k);
-    arguments.v = with_vector_rows(arguments.v);
-    problem.head_dim = static_cast<int>(padded_head_dim(problem.head_dim));
-    problem.head_dim_v = static_cast<int>(padded_head_dim(problem.head_dim_v));
+/// The members in their order.
+template <typename... Members>
+AttentionArguments arguments_of(const Members&... members) {
+    return AttentionArguments{members...};
 }
 
+/// Points `params` at q, k and v. A CUDA kernel gets rows that it can load, which replace those of
+/// `arguments`, and the head dims of these.
 template <typename Params>
-void point_at_inputs(const AttentionArguments& arguments, Params& params) {
+void point_at_inputs(AttentionArguments& arguments, Params& params) {
+    if (!arguments.q.is_cpu()) {
+        arguments.q = with_vector_rows(arguments.q);
+        arguments.k = with_vector_rows(arguments.k);
+        arguments.v = with_vector_rows(arguments.v);
+        AttentionProblem& problem = params.problem;
+        problem.head_dim = static_cast<int>(padded_head_dim(problem.head_dim));
+        problem.head_dim_v = static_cast<int>(padded_head_dim(problem.head_dim_v));
+    }
     params.q = arguments.q.const_data_ptr();
     params.k = arguments.k.const_data_ptr();
     params.v = arguments.v.const_data_ptr();
@@ -177,26 +187,12 @@ std::tuple<Tensor, Tensor> attention_fwd(
     const std::optional<Tensor>& rng_state, double softmax_scale, bool causal, int64_t window_left,
     int64_t window_right, double softcap, double dropout_p, bool /*deterministic*/,
     bool check_values) {
-    AttentionArguments arguments{q,
-                                 k,
-                                 v,
-                                 cu_seqlens_q,
-                                 cu_seqlens_k,
-                                 alibi_slopes,
-                                 s_aux,
-                                 attn_bias,
-                                 rng_state,
-                                 softmax_scale,
-                                 causal,
-                                 window_left,
-                                 window_right,
-                                 softcap,
-                                 dropout_p,
-                                 check_values};
+    AttentionArguments arguments = arguments_of(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, s_aux, attn_bias, rng_state,
+        softmax_scale, causal, window_left, window_right, softcap, dropout_p, check_values);
     AttentionFwdParams params;
     params.problem = fan::check_attention(arguments);
     const int64_t head_dim_v = params.problem.head_dim_v;
-    align_inputs(arguments, params.problem);
     point_at_inputs(arguments, params);
 
     Tensor out = empty_like_device(q, with_last(q, params.problem.head_dim_v), q.scalar_type());
@@ -216,28 +212,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
     double dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,
     bool check_values) {
-    AttentionArguments arguments{q,
-                                 k,
-                                 v,
-                                 cu_seqlens_q,
-                                 cu_seqlens_k,
-                                 alibi_slopes,
-                                 s_aux,
-                                 attn_bias,
-                                 rng_state,
-                                 softmax_scale,
-                                 causal,
-                                 window_left,
-                                 window_right,
-                                 softcap,
-                                 dropout_p,
-                                 check_values};
+    AttentionArguments arguments = arguments_of(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, s_aux, attn_bias, rng_state,
+        softmax_scale, causal, window_left, window_right, softcap, dropout_p, check_values);
     AttentionBwdParams params;
     AttentionProblem& problem = params.problem;
     problem = fan::check_attention(arguments);
     fan::check_attention_gradients(problem, arguments, out, softmax_lse, dout, dsoftmax_lse);
     const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
-    align_inputs(arguments, problem);
     point_at_inputs(arguments, params);
     params.deterministic = deterministic;
 

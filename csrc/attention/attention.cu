@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "attention/attention.h"
 #include "attention/bwd_passes.h"
@@ -14,24 +15,39 @@ namespace flash_attn_norm {
 
 namespace {
 
-sm80::DeviceLimits device_limits() {
-    int device = 0, major = 0, minor = 0;
-    sm80::DeviceLimits limits;
-    const auto attribute = [&](int& value, cudaDeviceAttr name) {
-        FAN_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
-    };
+/// Of every device of this machine. Asking for attributes makes no context.
+std::vector<sm80::DeviceLimits> read_device_limits() {
+    int count = 0;
+    FAN_CUDA_CHECK(cudaGetDeviceCount(&count));
+    std::vector<sm80::DeviceLimits> all(static_cast<size_t>(count));
+    for (int device = 0; device < count; ++device) {
+        const auto attribute = [&](int& value, cudaDeviceAttr name) {
+            FAN_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
+        };
+        sm80::DeviceLimits& limits = all[static_cast<size_t>(device)];
+        limits.device = device;
+        attribute(limits.capability_major, cudaDevAttrComputeCapabilityMajor);
+        attribute(limits.capability_minor, cudaDevAttrComputeCapabilityMinor);
+        attribute(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        attribute(limits.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+        attribute(limits.num_sms, cudaDevAttrMultiProcessorCount);
+    }
+    return all;
+}
+
+/// Those of the current device, read once; refuses a card that no kernel runs on.
+const sm80::DeviceLimits& device_limits() {
+    static const std::vector<sm80::DeviceLimits> all = read_device_limits();
+    int device = 0;
     FAN_CUDA_CHECK(cudaGetDevice(&device));
-    attribute(major, cudaDevAttrComputeCapabilityMajor);
-    attribute(minor, cudaDevAttrComputeCapabilityMinor);
-    if (major < 8) {
+    const sm80::DeviceLimits& limits = all.at(static_cast<size_t>(device));
+    if (limits.capability_major < 8) {
         throw std::invalid_argument("attention on CUDA device " + std::to_string(device) +
-                                    " of compute capability " + std::to_string(major) + "." +
-                                    std::to_string(minor) +
+                                    " of compute capability " +
+                                    std::to_string(limits.capability_major) + "." +
+                                    std::to_string(limits.capability_minor) +
                                     " is not supported; it needs capability 8.0 or later");
     }
-    attribute(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-    attribute(limits.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-    attribute(limits.num_sms, cudaDevAttrMultiProcessorCount);
     return limits;
 }
 
@@ -88,9 +104,9 @@ int64_t attention_fwd_workspace_bytes(const AttentionFwdParams&) {
 }
 
 void attention_fwd(const AttentionFwdParams& params, void* stream) {
-    device_limits();  // refuses a card that no kernel runs on
+    const sm80::DeviceLimits& device = device_limits();
     with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
-        sm80::launch_fwd<head_dim.value, head_dim_v.value>(params,
+        sm80::launch_fwd<head_dim.value, head_dim_v.value>(params, device,
                                                            static_cast<cudaStream_t>(stream));
     });
 }
@@ -100,7 +116,7 @@ int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params) {
 }
 
 void attention_bwd(const AttentionBwdParams& params, void* stream) {
-    const sm80::DeviceLimits device = device_limits();
+    const sm80::DeviceLimits& device = device_limits();
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const BwdPlan plan = plan_bwd(params, device);
     bwd_preprocess(params, plan, cuda_stream);

@@ -181,6 +181,22 @@ def test_vmap(kernel, inputs):
     torch.testing.assert_close(dq, torch.autograd.grad(expected.sum(), q)[0])
 
 
+def test_function_transforms(kernel, inputs):
+    k, v = inputs["k"], inputs["v"]
+    batch = torch.randn(3, *inputs["q"].shape)
+
+    def loss(q):
+        return kernel.flash_attn_func(q, k, v).square().sum()
+
+    expected = torch.stack([torch.autograd.grad(loss(x.requires_grad_()), x)[0] for x in batch])
+    torch.testing.assert_close(torch.func.grad(loss)(batch[0].detach()), expected[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(batch.detach()), expected)
+    _, pull_back = torch.func.vjp(loss, batch[1].detach())
+    torch.testing.assert_close(pull_back(torch.tensor(1.0))[0], expected[1])
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(batch[0].detach())
+
+
 def test_tensors_with_a_negative_bit(kernel, inputs):
     q = torch.randn(2, 5, 4, 16, dtype=torch.complex64).conj().imag
     assert q.is_neg()

@@ -80,7 +80,7 @@ def attention(
         softmax_scale = check_number("softmax_scale", softmax_scale)
     # Drawn here, so that capture, compile and checkpointing treat it as torch's own randomness.
     rng_state = draw_rng_state(q) if dropout_p > 0 else None
-    return ops.attention_fwd(
+    return _forward(
         q,
         k,
         v,
@@ -99,6 +99,23 @@ def attention(
         deterministic,
         _check_values,
     )
+
+
+def _forward(*inputs) -> tuple[Tensor, Tensor]:
+    eager = _wants_eager_function(inputs)
+    return _EagerAttention.apply(*inputs) if eager else ops.attention_fwd(*inputs)
+
+
+def _gradients(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    eager = _wants_eager_function(inputs)
+    return _EagerGradients.apply(*inputs) if eager else ops.attention_bwd(*inputs)
+
+
+def _wants_eager_function(inputs) -> bool:
+    """Whether autograd records a call that no compiler traces."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    return any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
 
 
 def check_tensors(
@@ -306,7 +323,7 @@ def _backward(ctx, dout, dsoftmax_lse):
         rng_state,
     ) = ctx.saved_tensors
     _, _, _, _, _, _, needs_ds_aux, needs_dattn_bias = ctx.needs_input_grad[:8]
-    dq, dk, dv, ds_aux, dattn_bias = ops.attention_bwd(
+    dq, dk, dv, ds_aux, dattn_bias = _gradients(
         dout,
         dsoftmax_lse,
         q,
@@ -356,3 +373,34 @@ torch.library.register_autograd(
     add_op_namespace_prefix("attention_fwd"), _backward, setup_context=_setup_context
 )
 torch.library.register_autograd(add_op_namespace_prefix("attention_bwd"), _refuse_second_derivative)
+
+
+class _EagerAttention(torch.autograd.Function):
+    """The op with the formula that is registered above, for calls that no compiler traces. Torch's
+    own way to that formula takes 0.1 ms more per call, for it asks the schema for its list of 17
+    arguments 17 times, and does not go through torch.func.grad."""
+
+    generate_vmap_rule = True  # that of the op
+
+    @staticmethod
+    def forward(*inputs):
+        return ops.attention_fwd(*inputs)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+class _EagerGradients(torch.autograd.Function):
+    """The same of the backward op."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs):
+        return ops.attention_bwd(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    backward = staticmethod(_refuse_second_derivative)

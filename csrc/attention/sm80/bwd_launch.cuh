@@ -48,8 +48,8 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan,
                          plan.head_splits;
     if (ctas == 0) return;
     const int bytes = Shared::bytes(args.q_stages, args.dout_stages);
-    FAN_CUDA_CHECK(cudaFuncSetAttribute(bwd_kernel<Config>,
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), bytes, device, allowed);
     bwd_kernel<Config><<<grid_size(ctas), Config::kThreads, bytes, stream>>>(args);
     check_launch("attention backward");
 }

@@ -13,27 +13,30 @@ namespace flash_attn_norm {
 namespace sm80 {
 
 template <class Config>
-void launch_fwd_config(const AttentionFwdParams& params, cudaStream_t stream) {
+void launch_fwd_config(const AttentionFwdParams& params, const DeviceLimits& device,
+                       cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
     const int64_t ctas =
         BlockSlots::queries(problem, Config::kBlockM).count() * problem.num_heads_q;
     if (ctas == 0) return;
     constexpr int kBytes = static_cast<int>(sizeof(FwdSharedStorage<Config>));
-    FAN_CUDA_CHECK(cudaFuncSetAttribute(fwd_kernel<Config>,
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>), kBytes, device, allowed);
     fwd_kernel<Config><<<grid_size(ctas), Config::kThreads, kBytes, stream>>>(params);
     check_launch("attention forward");
 }
 
 template <int kHeadDim, int kHeadDimV>
-void launch_fwd(const AttentionFwdParams& params, cudaStream_t stream) {
+void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
     dispatch_bool(needs_general_kernel(problem), [&](auto general) {
         constexpr bool kGeneral = decltype(general)::value;
         if (problem.dtype == DType::kBFloat16) {
-            launch_fwd_config<FwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral>>(params, stream);
+            launch_fwd_config<FwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral>>(params, device,
+                                                                                  stream);
         } else {
-            launch_fwd_config<FwdConfig<Float16, kHeadDim, kHeadDimV, kGeneral>>(params, stream);
+            launch_fwd_config<FwdConfig<Float16, kHeadDim, kHeadDimV, kGeneral>>(params, device,
+                                                                                 stream);
         }
     });
 }

@@ -2,24 +2,40 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
 
 #include "attention/bwd_workspace.h"
 #include "attention/params.h"
+#include "common/check.h"
 
 namespace flash_attn_norm {
 namespace sm80 {
 
 /// What a launcher needs to know of the current device.
 struct DeviceLimits {
+    int device = 0;
+    int capability_major = 0;
+    int capability_minor = 0;
     int shared_per_block = 0;  // bytes, opted in
     int shared_per_sm = 0;
     int num_sms = 0;
 };
 
 constexpr int kReservedShared = 1024;  // bytes of each CTA that CUDA keeps for itself
+
+/// Lets `kernel` have `bytes` of dynamic shared memory, always as many on one device. `allowed` is
+/// the kernel's own: a bit for each device that knows, for the call takes CUDA's lock.
+inline void allow_shared_memory(const void* kernel, int bytes, const DeviceLimits& device,
+                                std::atomic<uint64_t>& allowed) {
+    const uint64_t bit = device.device < 64 ? uint64_t{1} << device.device : 0;
+    if ((allowed.load(std::memory_order_acquire) & bit) != 0) return;
+    FAN_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    allowed.fetch_or(bit, std::memory_order_release);
+}
 
 inline unsigned grid_size(int64_t ctas) {
     if (ctas > 2147483647) {
@@ -41,7 +57,7 @@ inline bool needs_general_kernel(const AttentionProblem& problem) {
 
 /// One definition per size class, in fwd_hdim*.cu and bwd_hdim*.cu.
 template <int kHeadDim, int kHeadDimV>
-void launch_fwd(const AttentionFwdParams& params, cudaStream_t stream);
+void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream);
 
 /// CTAs that share the query heads of a K/V head: the fewest that divide the group and give at
 /// least `wanted` CTAs; all of the group if that is still too few.
