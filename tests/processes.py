@@ -47,6 +47,13 @@ def run(
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
+def python_path(*folders: Path) -> str:
+    """PYTHONPATH of a process: the folders, then what this process was given."""
+    return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+
+
 def last_line(text: str) -> str:
     """The last line with something in it: of a traceback, the exception and its message."""
     lines = [line for line in text.splitlines() if line.strip()]

@@ -1,6 +1,5 @@
 """Ring attention over several processes gives what attention on one device gives."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from errors import assert_within
 from integration.context_parallel_worker import cases, load_example
 
 WORKER = Path(__file__).with_name("context_parallel_worker.py")
+TESTS = WORKER.parents[1]
 WORLD_SIZES = {"cpu": (2, 3), "cuda": (2,)}
 EXAMPLE = load_example()
 
@@ -45,17 +45,12 @@ def results(kernel, tmp_path_factory):
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc-per-node={world_size}", str(WORKER)]
             command += [str(folders[device, world_size]), device]
-            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path_for_workers()}
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": processes.python_path(TESTS)}
             result = processes.run(command, environment=environment)
             assert result.returncode == 0, result.stderr[-3000:]
         return folders[device, world_size]
 
     return folder
-
-
-def path_for_workers() -> str:
-    """tests/ before what this process has."""
-    return os.pathsep.join([str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.mark.parametrize(("place", "name"), places())
