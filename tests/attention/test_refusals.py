@@ -349,3 +349,28 @@ def test_check_inputs_during_a_capture(kernel):
             packed(kernel, inputs)()
     finally:
         kernel.check_inputs(False)
+
+
+@pytest.mark.parametrize(
+    "name", ["q", "k", "v", "alibi_slopes", "s_aux", "attn_bias", "cu_seqlens_q", "cu_seqlens_k"]
+)
+def test_dtensor(kernel, name):
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    place = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    more = {"alibi_slopes": torch.rand(4), "s_aux": torch.rand(4)}
+    inputs = {**make_inputs(place, 1, 5, 5, (4, 2), 16), **more}
+    inputs["attn_bias"] = torch.rand(1, 1, 5, 5)
+    call = dense
+    if name.startswith("cu_seqlens"):
+        inputs, call = make_packed(place, [5, 4], heads=(4, 2), head_dim=16), packed
+    init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        inputs[name] = distribute_tensor(inputs[name], mesh, [Replicate()])
+        refused(call(kernel, inputs), f"{name} is a DTensor", f"{name}.to_local()")
+    finally:
+        destroy_process_group()

@@ -11,7 +11,6 @@ from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
     check_flag,
     check_number,
-    check_optional_tensor,
     check_tensor,
     check_whole_number,
     refuse_forward_mode,
@@ -130,17 +129,26 @@ def check_tensors(
 ) -> None:
     """Refuses what the op could not dispatch on; shapes, dtypes and devices are the op's matter."""
     for name, value in (("q", q), ("k", k), ("v", v)):
-        if type(value).__name__ == "DTensor":  # by name: importing it takes a second
-            raise ValueError(
-                f"{name} is a DTensor; attention takes plain tensors: {name}.to_local() where only "
-                f"batch or heads are sharded, {name}.full_tensor() otherwise"
-            )
+        _refuse_dtensor(name, value)
         check_tensor(name, value)
-    check_optional_tensor("cu_seqlens_q", cu_seqlens_q)
-    check_optional_tensor("cu_seqlens_k", cu_seqlens_k)
-    check_optional_tensor("alibi_slopes", alibi_slopes)
-    check_optional_tensor("s_aux", s_aux)
-    check_optional_tensor("attn_bias", attn_bias)
+    for name, value in (
+        ("cu_seqlens_q", cu_seqlens_q),
+        ("cu_seqlens_k", cu_seqlens_k),
+        ("alibi_slopes", alibi_slopes),
+        ("s_aux", s_aux),
+        ("attn_bias", attn_bias),
+    ):
+        if value is not None:
+            _refuse_dtensor(name, value)
+            check_tensor(name, value)
+
+
+def _refuse_dtensor(name: str, value: Tensor) -> None:
+    if type(value).__name__ == "DTensor":  # by name: importing it takes a second
+        raise ValueError(
+            f"{name} is a DTensor; attention takes plain tensors: {name}.to_local() where only "
+            f"batch or heads are sharded, {name}.full_tensor() otherwise"
+        )
 
 
 def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool, float, float]:
