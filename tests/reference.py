@@ -129,6 +129,79 @@ def attention_varlen(
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
+def rotate(x, cos, sin, positions, interleaved) -> Tensor:
+    """Rotary embedding of x (rows, heads, head_dim) at ``positions``, by rows of the tables."""
+    pairs = cos.shape[1]
+    cos, sin = (table[positions].to(x.dtype)[:, None] for table in (cos, sin))
+    head, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if interleaved:
+        first, second = head[..., 0::2], head[..., 1::2]
+    else:
+        first, second = head[..., :pairs], head[..., pairs:]
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    head = torch.stack(rotated, dim=-1).flatten(-2) if interleaved else torch.cat(rotated, dim=-1)
+    return torch.cat([head, rest], dim=-1)
+
+
+def cache_rows(batch, length, page_size=None, block_table=None, cache_batch_idx=None) -> tuple:
+    """Entries and rows of a cache that hold positions 0 to length - 1 of one sequence."""
+    positions = torch.arange(length)
+    if block_table is not None:
+        pages = block_table[batch].cpu()[positions // page_size]
+        return pages.long(), positions % page_size
+    entry = batch if cache_batch_idx is None else int(cache_batch_idx[batch])
+    return torch.full_like(positions, entry), positions
+
+
+def attention_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    *,
+    cache_seqlens,
+    rotary_cos=None,
+    rotary_sin=None,
+    rotary_interleaved=True,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    alibi_slopes=None,
+    **options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each sequence by itself: append, then attention to its rows of the cache. Gives ``(out,
+    softmax_lse, k_cache, v_cache)``, the caches as copies."""
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    outs, lses = [], []
+    advances = options.get("causal", False) or options.get("window_size", (-1, -1)) != (-1, -1)
+    for batch in range(q.shape[0]):
+        length = int(cache_seqlens if isinstance(cache_seqlens, int) else cache_seqlens[batch])
+        rows_q, end = q[batch], length + (0 if k is None else k.shape[1])
+        if length < 0:  # padding
+            end = 0
+        where = cache_rows(batch, end, k_cache.shape[1], block_table, cache_batch_idx)
+        if k is not None and length >= 0:
+            rows_k, new = k[batch], tuple(index[length:] for index in where)
+            if rotary_cos is not None:
+                tables = rotary_cos, rotary_sin
+                at = torch.arange(length, end)
+                rows_k = rotate(rows_k, *tables, at, rotary_interleaved)
+                at = torch.arange(length, length + q.shape[1]) if advances else length
+                at = torch.as_tensor(at).expand(q.shape[1])
+                rows_q = rotate(rows_q, *tables, at, rotary_interleaved)
+            k_cache[new], v_cache[new] = rows_k, v[batch]
+        first = 0 if cache_leftpad is None or length < 0 else int(cache_leftpad[batch])
+        keys, values = (x[tuple(i[first:] for i in where)] for x in (k_cache, v_cache))
+        terms = dict(options)
+        if alibi_slopes is not None:
+            terms["alibi_slopes"] = alibi_slopes[batch] if alibi_slopes.dim() == 2 else alibi_slopes
+        out, lse = attention(rows_q[None], keys[None], values[None], **terms)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses), k_cache, v_cache
+
+
 def philox_4x32_10(counter: list[Tensor], key: list[int]) -> list[Tensor]:
     """The four 32-bit outputs for each element of the four counter tensors (int64 tensors)."""
     mask = 0xFFFFFFFF

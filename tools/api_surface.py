@@ -103,12 +103,20 @@ def sample_calls(module: ModuleType, device: str) -> dict[str, Callable]:
         q = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
         return module.flash_attn_func(q, q, q)
 
+    def kvcache(dtype, head_dim=16):
+        q = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
+        return module.flash_attn_with_kvcache(q, q, q)
+
     def norms(dtype, head_dim=16):
         x = torch.zeros(1, head_dim, dtype=dtype, device=device)
         return module.rms_norm(x, x[0])
 
-    calls = {"attention": attention, "norms": norms}
-    needs = {"attention": "flash_attn_func", "norms": "rms_norm"}
+    calls = {"attention": attention, "kvcache": kvcache, "norms": norms}
+    needs = {
+        "attention": "flash_attn_func",
+        "kvcache": "flash_attn_with_kvcache",
+        "norms": "rms_norm",
+    }
     return {group: call for group, call in calls.items() if needs[group] in module.__all__}
 
 

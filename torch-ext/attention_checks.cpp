@@ -122,49 +122,15 @@ Shapes check_shapes(const AttentionArguments& arguments) {
 }
 
 void check_scalars(const AttentionArguments& arguments) {
-    // As the kernels see them: a number that leaves float32's range becomes infinite or zero there.
-    const float softmax_scale = static_cast<float>(arguments.softmax_scale);
-    const float softcap = static_cast<float>(arguments.softcap);
+    check_attention_scalars(arguments.softmax_scale, arguments.window_left, arguments.window_right,
+                            arguments.softcap);
     const float dropout_p = static_cast<float>(arguments.dropout_p);
-    if (!std::isfinite(softmax_scale)) {
-        refuse("softmax_scale is ", arguments.softmax_scale, "; it must be a finite number");
-    }
-    if (arguments.window_left < -1 || arguments.window_right < -1) {
-        refuse("window_size is (", arguments.window_left, ", ", arguments.window_right,
-               "); an entry must be -1 (no bound) or at least 0");
-    }
-    if (!std::isfinite(softcap) || !(softcap > 0.0f || arguments.softcap == 0.0)) {
-        refuse("softcap is ", arguments.softcap,
-               "; it must be 0 (off) or a positive finite number");
-    }
     if (!(dropout_p >= 0.0f && dropout_p < 1.0f)) {
         refuse("dropout_p is ", arguments.dropout_p, "; it must lie in [0, 1)");
     }
     if (arguments.dropout_p > 0.0 && !arguments.rng_state) {
         refuse("rng_state is missing; with dropout_p ", arguments.dropout_p,
                " the op takes the seed and the offset of the mask, torch.int64 of shape (2,)");
-    }
-}
-
-void check_alibi_slopes(const Tensor& slopes, const Shapes& shapes) {
-    if (slopes.scalar_type() != ScalarType::Float) {
-        refuse("alibi_slopes has dtype ", slopes.scalar_type(), "; it must be torch.float32");
-    }
-    const bool per_head = slopes.dim() == 1 && slopes.size(0) == shapes.num_heads_q;
-    const bool per_batch = slopes.dim() == 2 && slopes.size(0) == shapes.batch_size &&
-                           slopes.size(1) == shapes.num_heads_q;
-    if (!per_head && !per_batch) {
-        refuse("alibi_slopes has shape ", shape_text(slopes), "; allowed are (num_heads_q,) = (",
-               shapes.num_heads_q, ",) and (batch_size, num_heads_q) = (", shapes.batch_size, ", ",
-               shapes.num_heads_q, ")");
-    }
-}
-
-void check_s_aux(const Tensor& s_aux, const Shapes& shapes) {
-    to_dtype("s_aux", s_aux);
-    if (s_aux.dim() != 1 || s_aux.size(0) != shapes.num_heads_q) {
-        refuse("s_aux has shape ", shape_text(s_aux), "; it must be (num_heads_q,) = (",
-               shapes.num_heads_q, ",)");
     }
 }
 
@@ -211,18 +177,7 @@ int64_t reachable_window(int64_t bound, const Shapes& shapes) {
 
 void describe_extras(AttentionArguments& arguments, const Shapes& shapes,
                      AttentionProblem& problem) {
-    if (arguments.alibi_slopes) {
-        Tensor& slopes = *arguments.alibi_slopes;
-        slopes = with_unit_last_stride(slopes);
-        problem.alibi_slopes = static_cast<const float*>(slopes.const_data_ptr());
-        problem.alibi_batch_stride = slopes.dim() == 2 ? slopes.stride(0) : 0;
-    }
-    if (arguments.s_aux) {
-        Tensor& s_aux = *arguments.s_aux;
-        s_aux = with_unit_last_stride(s_aux);
-        problem.s_aux = s_aux.const_data_ptr();
-        problem.s_aux_dtype = to_dtype("s_aux", s_aux);
-    }
+    describe_head_terms(arguments.alibi_slopes, arguments.s_aux, problem);
     if (arguments.attn_bias) {
         Tensor& bias = *arguments.attn_bias;
         bias = with_unit_last_stride(bias);
@@ -269,6 +224,59 @@ AttentionProblem describe(AttentionArguments& arguments, const Shapes& shapes) {
 
 }  // namespace
 
+void check_attention_scalars(double softmax_scale, int64_t window_left, int64_t window_right,
+                             double softcap) {
+    // As the kernels see them: a number that leaves float32's range becomes infinite or zero there.
+    const float scale_in_kernel = static_cast<float>(softmax_scale);
+    const float softcap_in_kernel = static_cast<float>(softcap);
+    if (!std::isfinite(scale_in_kernel)) {
+        refuse("softmax_scale is ", softmax_scale, "; it must be a finite number");
+    }
+    if (window_left < -1 || window_right < -1) {
+        refuse("window_size is (", window_left, ", ", window_right,
+               "); an entry must be -1 (no bound) or at least 0");
+    }
+    if (!std::isfinite(softcap_in_kernel) || !(softcap_in_kernel > 0.0f || softcap == 0.0)) {
+        refuse("softcap is ", softcap, "; it must be 0 (off) or a positive finite number");
+    }
+}
+
+void check_alibi_slopes(const Tensor& slopes, int64_t num_heads_q, int64_t batch_size) {
+    if (slopes.scalar_type() != ScalarType::Float) {
+        refuse("alibi_slopes has dtype ", slopes.scalar_type(), "; it must be torch.float32");
+    }
+    const bool per_head = slopes.dim() == 1 && slopes.size(0) == num_heads_q;
+    const bool per_batch =
+        slopes.dim() == 2 && slopes.size(0) == batch_size && slopes.size(1) == num_heads_q;
+    if (!per_head && !per_batch) {
+        refuse("alibi_slopes has shape ", shape_text(slopes), "; allowed are (num_heads_q,) = (",
+               num_heads_q, ",) and (batch_size, num_heads_q) = (", batch_size, ", ", num_heads_q,
+               ")");
+    }
+}
+
+void check_s_aux(const Tensor& s_aux, int64_t num_heads_q) {
+    to_dtype("s_aux", s_aux);
+    if (s_aux.dim() != 1 || s_aux.size(0) != num_heads_q) {
+        refuse("s_aux has shape ", shape_text(s_aux), "; it must be (num_heads_q,) = (",
+               num_heads_q, ",)");
+    }
+}
+
+void describe_head_terms(std::optional<Tensor>& alibi_slopes, std::optional<Tensor>& s_aux,
+                         AttentionProblem& problem) {
+    if (alibi_slopes) {
+        *alibi_slopes = with_unit_last_stride(*alibi_slopes);
+        problem.alibi_slopes = static_cast<const float*>(alibi_slopes->const_data_ptr());
+        problem.alibi_batch_stride = alibi_slopes->dim() == 2 ? alibi_slopes->stride(0) : 0;
+    }
+    if (s_aux) {
+        *s_aux = with_unit_last_stride(*s_aux);
+        problem.s_aux = s_aux->const_data_ptr();
+        problem.s_aux_dtype = to_dtype("s_aux", *s_aux);
+    }
+}
+
 AttentionProblem check_attention(AttentionArguments& arguments) {
     check_devices(arguments);
     check_dtypes(arguments);
@@ -278,8 +286,9 @@ AttentionProblem check_attention(AttentionArguments& arguments) {
         check_index_tensors(arguments);
         shapes.batch_size = arguments.cu_seqlens_q->size(0) - 1;
     }
-    if (arguments.alibi_slopes) check_alibi_slopes(*arguments.alibi_slopes, shapes);
-    if (arguments.s_aux) check_s_aux(*arguments.s_aux, shapes);
+    if (arguments.alibi_slopes)
+        check_alibi_slopes(*arguments.alibi_slopes, shapes.num_heads_q, shapes.batch_size);
+    if (arguments.s_aux) check_s_aux(*arguments.s_aux, shapes.num_heads_q);
     if (arguments.attn_bias) {
         check_attn_bias(*arguments.attn_bias, shapes, arguments.q.scalar_type());
     }

@@ -34,4 +34,14 @@ void check_attention_gradients(const AttentionProblem& problem, const AttentionA
                                const std::optional<Tensor>& dout,
                                const std::optional<Tensor>& dsoftmax_lse);
 
+/// Parts of the checks that other attention ops share.
+void check_attention_scalars(double softmax_scale, int64_t window_left, int64_t window_right,
+                             double softcap);
+void check_alibi_slopes(const Tensor& slopes, int64_t num_heads_q, int64_t batch_size);
+void check_s_aux(const Tensor& s_aux, int64_t num_heads_q);
+
+/// Points the problem at alibi_slopes and s_aux, copied if their layout asks for it.
+void describe_head_terms(std::optional<Tensor>& alibi_slopes, std::optional<Tensor>& s_aux,
+                         AttentionProblem& problem);
+
 }  // namespace flash_attn_norm

@@ -17,38 +17,6 @@ namespace flash_attn_norm {
 
 namespace {
 
-void check_index_tensor(const char* name, const Tensor& tensor) {
-    check_rank(name, tensor, 1, "(batch_size + 1,)");
-    if (tensor.scalar_type() != ScalarType::Int) {
-        refuse(name, " has dtype ", tensor.scalar_type(), "; it must be torch.int32, e.g. ", name,
-               ".to(torch.int32)");
-    }
-    if (tensor.size(0) < 1) {
-        refuse(name, " is empty; it must have batch_size + 1 elements, the first of them 0");
-    }
-    if (!tensor.is_contiguous()) refuse(name, " is not contiguous; pass ", name, ".contiguous()");
-}
-
-/// `values` are those of cu_seqlens_q or cu_seqlens_k; gives the longest sequence.
-int64_t check_cumulative(const std::string& name, const int32_t* values, int64_t count,
-                         const char* rows_name, int64_t rows) {
-    if (values[0] != 0) refuse(name, "[0] is ", values[0], "; it must be 0");
-    int64_t longest = 0;
-    for (int64_t index = 1; index < count; ++index) {
-        const int64_t length = int64_t{values[index]} - values[index - 1];
-        if (length < 0) {
-            refuse(name, " decreases at index ", index, ": ", values[index - 1], ", ",
-                   values[index], "; its values must not decrease");
-        }
-        longest = std::max(longest, length);
-    }
-    if (values[count - 1] > rows) {
-        refuse(name, " ends at ", values[count - 1], " but ", rows_name, " has ", rows,
-               " rows; its last value must be at most the number of rows");
-    }
-    return longest;
-}
-
 #if defined(CUDA_KERNEL)
 /// Both tensors' values on the host, one after the other, with one sync.
 std::vector<int32_t> read_from_device(const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k) {
@@ -72,6 +40,37 @@ std::vector<int32_t> read_from_device(const Tensor& cu_seqlens_q, const Tensor& 
 #endif
 
 }  // namespace
+
+void check_index_tensor(const char* name, const Tensor& tensor) {
+    check_rank(name, tensor, 1, "(batch_size + 1,)");
+    if (tensor.scalar_type() != ScalarType::Int) {
+        refuse(name, " has dtype ", tensor.scalar_type(), "; it must be torch.int32, e.g. ", name,
+               ".to(torch.int32)");
+    }
+    if (tensor.size(0) < 1) {
+        refuse(name, " is empty; it must have batch_size + 1 elements, the first of them 0");
+    }
+    if (!tensor.is_contiguous()) refuse(name, " is not contiguous; pass ", name, ".contiguous()");
+}
+
+int64_t check_cumulative(const char* name, const int32_t* values, int64_t count,
+                         const char* rows_name, int64_t rows) {
+    if (values[0] != 0) refuse(name, "[0] is ", values[0], "; it must be 0");
+    int64_t longest = 0;
+    for (int64_t index = 1; index < count; ++index) {
+        const int64_t length = int64_t{values[index]} - values[index - 1];
+        if (length < 0) {
+            refuse(name, " decreases at index ", index, ": ", values[index - 1], ", ",
+                   values[index], "; its values must not decrease");
+        }
+        longest = std::max(longest, length);
+    }
+    if (values[count - 1] > rows) {
+        refuse(name, " ends at ", values[count - 1], " but ", rows_name, " has ", rows,
+               " rows; its last value must be at most the number of rows");
+    }
+    return longest;
+}
 
 void check_index_values(const AttentionArguments& arguments, int64_t total_q, int64_t total_k) {
     const Tensor &cu_seqlens_q = *arguments.cu_seqlens_q, &cu_seqlens_k = *arguments.cu_seqlens_k;

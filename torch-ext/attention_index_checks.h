@@ -13,4 +13,10 @@ void check_index_tensors(const AttentionArguments& arguments);
 /// GPU, where it costs a synchronisation, if `arguments` ask for it.
 void check_index_values(const AttentionArguments& arguments, int64_t total_q, int64_t total_k);
 
+/// The same of one tensor, cu_seqlens_q or cu_seqlens_k, and of its `count` values; gives the
+/// longest sequence.
+void check_index_tensor(const char* name, const Tensor& tensor);
+int64_t check_cumulative(const char* name, const int32_t* values, int64_t count,
+                         const char* rows_name, int64_t rows);
+
 }  // namespace flash_attn_norm

@@ -6,6 +6,7 @@
 
 #include "attention/attention.h"
 #include "attention_checks.h"
+#include "attention_tensors.h"
 #include "cpu_threads.h"
 #include "tensor_checks.h"
 #include "torch_binding.h"
@@ -22,83 +23,16 @@ using fan::AttentionArguments;
 using fan::AttentionBwdParams;
 using fan::AttentionFwdParams;
 using fan::AttentionProblem;
-using fan::TensorStrides;
+using fan::contiguous;
+using fan::empty_like_device;
+using fan::padded_head_dim;
+using fan::shape_of;
+using fan::strides_of;
+using fan::with_last;
+using fan::with_vector_rows;
+using fan::without_padding;
+using fan::workspace_of;
 using torch::headeronly::ScalarType;
-
-Tensor empty_like_device(const Tensor& reference, const std::vector<int64_t>& shape,
-                         ScalarType dtype) {
-    return torch::stable::new_empty(reference, shape, dtype);
-}
-
-std::vector<int64_t> shape_of(const Tensor& tensor) {
-    return std::vector<int64_t>(tensor.sizes().begin(), tensor.sizes().end());
-}
-
-/// (..., rows, heads, head_dim), packed or dense.
-TensorStrides strides_of(const Tensor& tensor) {
-    const int64_t rank = tensor.dim();
-    TensorStrides strides;
-    strides.batch = rank == 4 ? tensor.stride(0) : 0;
-    strides.row = tensor.stride(rank - 3);
-    strides.head = tensor.stride(rank - 2);
-    return strides;
-}
-
-std::vector<int64_t> with_last(const Tensor& tensor, int64_t last) {
-    std::vector<int64_t> shape = shape_of(tensor);
-    shape.back() = last;
-    return shape;
-}
-
-std::vector<int64_t> lse_shape(const AttentionProblem& problem) {
-    if (problem.is_packed()) return {problem.num_heads_q, problem.total_q};
-    return {problem.batch_size, problem.num_heads_q, problem.seqlen_q};
-}
-
-std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-    if (!tensor) return std::nullopt;
-    return torch::stable::contiguous(*tensor);
-}
-
-constexpr int64_t kVectorElements = 8;  // 16 bytes of a two-byte dtype: one load of a CUDA kernel
-
-int64_t padded_head_dim(int64_t head_dim) {
-    return (head_dim + kVectorElements - 1) / kVectorElements * kVectorElements;
-}
-
-/// A CUDA kernel loads rows 16 bytes at a time. A tensor whose rows do not allow it is copied once,
-/// its head_dim filled up with zeros, which change no product.
-Tensor with_vector_rows(const Tensor& tensor) {
-    const int64_t last = tensor.dim() - 1;
-    const int64_t head_dim = tensor.size(last), padded = padded_head_dim(head_dim);
-    bool aligned = head_dim == padded && tensor.stride(last) == 1 &&
-                   reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-    for (int64_t dim = 0; aligned && dim < last; ++dim) {
-        aligned = tensor.size(dim) <= 1 || tensor.stride(dim) % kVectorElements == 0;
-    }
-    if (aligned) return tensor;
-    Tensor copy = empty_like_device(tensor, with_last(tensor, padded), tensor.scalar_type());
-    Tensor values = torch::stable::narrow(copy, last, 0, head_dim);
-    torch::stable::copy_(values, tensor);
-    if (padded > head_dim) {
-        Tensor filling = torch::stable::narrow(copy, last, head_dim, padded - head_dim);
-        torch::stable::zero_(filling);
-    }
-    return copy;
-}
-
-/// The first head_dim columns of a result that was computed with a padded head_dim.
-Tensor without_padding(Tensor& padded, int64_t head_dim) {
-    const int64_t last = padded.dim() - 1;
-    if (padded.size(last) == head_dim) return padded;
-    return torch::stable::contiguous(torch::stable::narrow(padded, last, 0, head_dim));
-}
-
-/// None if no bytes are wanted: an allocation takes the host a few microseconds.
-std::optional<Tensor> workspace_of(const Tensor& reference, int64_t bytes) {
-    if (bytes == 0) return std::nullopt;
-    return empty_like_device(reference, {bytes}, ScalarType::Byte);
-}
 
 /// Runs the forward pass; outputs and workspace belong to the device of `q`.
 void run(const Tensor& q, AttentionFwdParams& params) {

@@ -21,6 +21,22 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
         " float dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,"
         " bool check_values)"
         " -> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux, Tensor dattn_bias)");
+    // Attention to a key-value cache, without gradients; seqlen is added to the lengths that the
+    // index tensors give, or is the length where there are none. The second op first writes k and v
+    // into the cache, from that length on: one op, so that nothing is written if it refuses.
+    ops.def(
+        "attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cu_seqlens_q,"
+        " Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? cache_batch_idx,"
+        " Tensor? cache_leftpad, Tensor? page_table, Tensor? alibi_slopes, Tensor? s_aux,"
+        " SymInt seqlen, float softmax_scale, bool causal, int window_left, int window_right,"
+        " float softcap, int num_splits, bool check_values) -> (Tensor out, Tensor softmax_lse)");
+    ops.def(
+        "attention_kvcache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q, Tensor k,"
+        " Tensor v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens,"
+        " Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? page_table,"
+        " Tensor? alibi_slopes, Tensor? s_aux, SymInt seqlen, float softmax_scale, bool causal,"
+        " int window_left, int window_right, float softcap, bool rotary_interleaved,"
+        " int num_splits, bool check_values) -> (Tensor out, Tensor softmax_lse)");
     // stats: what the backward pass needs of each row, rstd or (rstd, mean). residual_out: x +
     // residual, empty unless needed.
     ops.def(
@@ -37,6 +53,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
     ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
     ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+    ops.impl("attention_kvcache", TORCH_BOX(&attention_kvcache));
+    ops.impl("attention_kvcache_append", TORCH_BOX(&attention_kvcache_append));
     ops.impl("norm_fwd", TORCH_BOX(&norm_fwd));
     ops.impl("norm_bwd", TORCH_BOX(&norm_bwd));
 }

@@ -28,6 +28,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     double dropout_p, bool deterministic, bool needs_ds_aux, bool needs_dattn_bias,
     bool check_values);
 
+std::tuple<Tensor, Tensor> attention_kvcache(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+    const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+    const std::optional<Tensor>& cache_seqlens, const std::optional<Tensor>& cache_batch_idx,
+    const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
+    int64_t num_splits, bool check_values);
+
+std::tuple<Tensor, Tensor> attention_kvcache_append(
+    Tensor k_cache, Tensor v_cache, const Tensor& q, const Tensor& k, const Tensor& v,
+    const std::optional<Tensor>& rotary_cos, const std::optional<Tensor>& rotary_sin,
+    const std::optional<Tensor>& cache_seqlens, const std::optional<Tensor>& cache_batch_idx,
+    const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
+    bool rotary_interleaved, int64_t num_splits, bool check_values);
+
 std::tuple<Tensor, Tensor, Tensor> norm_fwd(const Tensor& x, const std::optional<Tensor>& residual,
                                             const std::optional<Tensor>& weight,
                                             const std::optional<Tensor>& bias, double eps,

@@ -36,9 +36,9 @@ def test_the_record_would_show_a_change(surface, tmp_path):
     record.write_text(to_toml({"version": 1, "api": surface}))
     assert api_changes(tmp_path, 1, surface) == ([], [])
 
-    more = {**surface, "all": [*surface["all"], "flash_attn_with_kvcache"]}
+    more = {**surface, "all": [*surface["all"], "one_more_func"]}
     changes, problems = api_changes(tmp_path, 1, more)
-    assert changes == ["added: flash_attn_with_kvcache"]
+    assert changes == ["added: one_more_func"]
     assert "raise general.version in build.toml" in problems[0]
     assert api_changes(tmp_path, 2, more) == (changes, [])
 
@@ -46,11 +46,15 @@ def test_the_record_would_show_a_change(surface, tmp_path):
 def test_what_the_surface_holds(surface, kernel):
     assert surface["all"] == sorted(kernel.__all__)
     assert surface["functions"]["flash_attn_func"].startswith("(q, k, v, dropout_p=0.0, ")
-    assert set(surface["ops"]) == {"attention_fwd", "attention_bwd", "norm_fwd", "norm_bwd"}
+    assert set(surface["ops"]) == {
+        *("attention_fwd", "attention_bwd", "attention_kvcache", "attention_kvcache_append"),
+        *("norm_fwd", "norm_bwd"),
+    }
     assert surface["ops"]["attention_fwd"].startswith("(Tensor q, Tensor k, Tensor v, ")
     assert {"_flash_attn_forward", "_wrapped_flash_attn_backward"} <= set(surface["private"])
     assert surface["layers"]["LlamaRMSNorm"].startswith("forward(self, hidden_states) ")
     assert surface["dtypes"]["attention cpu"] == "bfloat16 float16 float32"
+    assert surface["dtypes"]["kvcache cpu"] == "bfloat16 float16 float32"
     assert surface["head-dims"] == {"attention cpu": "1-512"}
 
 

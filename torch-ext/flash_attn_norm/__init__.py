@@ -22,6 +22,7 @@ from .attention_private import (
     _wrapped_flash_attn_backward,  # noqa: F401
     _wrapped_flash_attn_forward,  # noqa: F401
 )
+from .kvcache import flash_attn_with_kvcache
 from .norms import layer_norm, rms_norm
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "layer_norm",
     "layers",
     "rms_norm",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .arguments import check_flag, check_number, check_tensor, check_whole_number
 from .attention_op import attention
+from .kvcache_op import paged_attention
 
 AttentionResult = Union[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, None]]
 
@@ -115,6 +116,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Optional[Tensor] = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    block_table: Optional[Tensor] = None,
     *,
     s_aux: Optional[Tensor] = None,
     attn_bias: Optional[Tensor] = None,
@@ -141,6 +143,11 @@ def flash_attn_varlen_func(
             Nothing depends on it, and a tensor is never read.
         max_seqlen_k: likewise for seqlen_k.
         alibi_slopes: (num_heads_q,) or (batch_size, num_heads_q), float32.
+        block_table: (batch_size, pages_per_sequence), int32: ``k`` and ``v`` are then the pages of
+            a key-value cache, (num_pages, page_size, num_heads_kv, head_dim or head_dim_v), of
+            which sequence i has those of row i, and ``cu_seqlens_k`` says only how many keys it
+            has. As in ``flash_attn_with_kvcache`` there is no gradient; dropout and ``attn_bias``
+            are refused.
         attn_bias: (1 or num_heads_q, 1 or total_q, columns), columns being at least the longest
             seqlen_k; column j belongs to key j of the row's own sequence. Gradient 0 where a row
             has no such key.
@@ -156,6 +163,24 @@ def flash_attn_varlen_func(
     _check_index_tensor("cu_seqlens_k", cu_seqlens_k)
     _check_max_seqlen("max_seqlen_q", max_seqlen_q)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    if block_table is not None:
+        out, softmax_lse = paged_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+            dropout_p,
+            softmax_scale,
+            causal,
+            window_size,
+            softcap,
+            alibi_slopes,
+            s_aux,
+            attn_bias,
+        )
+        return _result(out, softmax_lse, return_attn_probs, return_softmax_lse)
     out, softmax_lse = attention(
         q,
         k,

@@ -20,12 +20,13 @@ _check_values = False
 
 
 def check_inputs(enabled: bool) -> None:
-    """Turns the check of ``cu_seqlens_q`` and ``cu_seqlens_k`` values on a GPU on or off.
+    """Turns the check of index tensors' values on a GPU (``cu_seqlens_q``, ``cache_seqlens``,
+    ``block_table`` and the like) on or off.
 
     Off at first: the host does not read values that lie on a GPU, and the kernels clamp each of
     them to the tensor that it indexes, so that no value leads outside it; wrong values give wrong
-    results. On: every forward call reads them with one synchronisation and raises the errors that
-    a call on the CPU raises, where the values are always checked. Shapes, dtypes, devices and
+    results. On: every forward call reads them, which synchronises, and raises the errors that a
+    call on the CPU raises, where the values are always checked. Shapes, dtypes, devices and
     strides are always checked.
 
     Args:
@@ -63,7 +64,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """One call of the differentiable op; gives ``(out, softmax_lse)``."""
     check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, s_aux, attn_bias)
-    window_left, window_right = _check_window_size(window_size)
+    window_left, window_right = check_window_size(window_size)
     causal, softcap, dropout_p = check_scalars(causal, softcap, dropout_p)
     deterministic = check_flag("deterministic", deterministic)
     refuse_forward_mode("attention", q=q, k=k, v=v, s_aux=s_aux, attn_bias=attn_bias)
@@ -160,7 +161,8 @@ def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool,
     )
 
 
-def _check_window_size(window_size: Sequence[int]) -> tuple[int, int]:
+def check_window_size(window_size: Sequence[int]) -> tuple[int, int]:
+    """``(left, right)`` as ints; their ranges are the op's matter."""
     if not isinstance(window_size, (tuple, list, Sequence, Tensor)) or (
         isinstance(window_size, Tensor) and window_size.dim() != 1
     ):
@@ -182,8 +184,8 @@ def checks_values() -> bool:
     return _check_values
 
 
-def _refuse_other_devices(q: Tensor, **tensors: Optional[Tensor]) -> None:
-    # The op does this too, but with a tensor on "meta" torch calls the fake instead of the op.
+def refuse_other_devices(q: Tensor, **tensors: Optional[Tensor]) -> None:
+    """For fakes: the op does this too, but with a tensor on "meta" torch calls the fake instead."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != q.device:
             raise ValueError(
@@ -212,7 +214,7 @@ def _attention_fwd_fake(
     deterministic,
     check_values,
 ):
-    _refuse_other_devices(
+    refuse_other_devices(
         q,
         k=k,
         v=v,

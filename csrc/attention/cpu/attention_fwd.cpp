@@ -10,8 +10,6 @@ namespace cpu {
 
 namespace {
 
-constexpr double kLn2 = 0.6931471805599453;
-
 /// What stays the same for the whole call.
 struct FwdPlan {
     const AttentionFwdParams& params;
@@ -161,21 +159,8 @@ void store_output(const FwdItem& item, int64_t head, int64_t row, int rows) {
     const FwdPlan& plan = item.plan;
     const FwdScratch& s = item.scratch;
     const AttentionProblem& problem = plan.problem;
-    const double sink_log2 = static_cast<double>(sink_of(problem, head)) / kLn2;
     float* lse = plan.params.softmax_lse + lse_offset(problem, item.info, head) + row;
-    for (int r = 0; r < rows; ++r) {
-        const double row_max = s.row_max[r];
-        const double new_max = row_max > sink_log2 ? row_max : sink_log2;
-        if (new_max == -INFINITY && s.row_sum[r] == 0.0f) {  // sees no key; a NaN would stay
-            s.correction[r] = 0.0f;
-            lse[r] = -INFINITY;
-            continue;
-        }
-        const double correction = std::exp2(row_max - new_max);
-        const double sum = s.row_sum[r] * correction + std::exp2(sink_log2 - new_max);
-        s.correction[r] = static_cast<float>(correction / sum);
-        lse[r] = static_cast<float>((new_max + std::log2(sum)) * kLn2);
-    }
+    finish_softmax(sink_of(problem, head), rows, s.row_max, s.row_sum, s.correction, lse);
     const TensorStrides strides =
         contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
     const int64_t offset = tensor_offset(strides, item.info.batch, item.info.row_q + row, head);
@@ -222,27 +207,6 @@ void run_item(const FwdPlan& plan, const FwdScratch& scratch, int64_t index) {
     }
 }
 
-void write_uncovered_rows(const FwdPlan& plan) {
-    const AttentionProblem& problem = plan.problem;
-    if (!problem.is_packed()) return;
-    const int64_t row_bytes =
-        int64_t{problem.num_heads_q} * problem.head_dim_v * size_of(problem.dtype);
-    clear_uncovered_rows(problem.cu_seqlens_q, problem.batch_size, problem.total_q, row_bytes,
-                         plan.params.out);
-    for (int64_t head = 0; head < problem.num_heads_q; ++head) {
-        float* lse = plan.params.softmax_lse + head * problem.total_q;
-        int64_t covered = 0;
-        for (int64_t batch = 0; batch <= problem.batch_size; ++batch) {
-            const bool is_last = batch == problem.batch_size;
-            const RowRange rows = is_last
-                                      ? RowRange{problem.total_q, problem.total_q}
-                                      : packed_rows(problem.cu_seqlens_q, batch, problem.total_q);
-            for (int64_t row = covered; row < rows.begin; ++row) lse[row] = -INFINITY;
-            covered = max_of(covered, rows.end);
-        }
-    }
-}
-
 int64_t scratch_bytes(const FwdPlan& plan) {
     Arena arena(nullptr);
     FwdScratch scratch(arena, plan);
@@ -258,7 +222,7 @@ int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params, const Cp
 void attention_fwd(const AttentionFwdParams& params, const CpuRuntime& runtime) {
     const FwdPlan plan(params, runtime);
     const int64_t bytes_per_worker = scratch_bytes(plan);
-    write_uncovered_rows(plan);
+    write_uncovered_results(plan.problem, params.out, params.softmax_lse);
     for_each_item(runtime, plan.engine, plan.num_units * plan.num_chunks,
                   [&](int64_t worker, int64_t item) {
                       Arena arena(static_cast<char*>(params.workspace) + worker * bytes_per_worker);

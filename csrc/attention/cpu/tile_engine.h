@@ -19,7 +19,7 @@ namespace flash_attn_norm {
 namespace cpu {
 
 constexpr int kPanel = 32;
-constexpr int kMaxHeadDim = 512;
+constexpr int kMaxHeadDim = 576;  // of a key-value cache; 512 elsewhere
 constexpr int kMaxBlockN = 512;
 constexpr int64_t kAlignment = 64;
 constexpr float kLog2e = 1.4426950408889634f;

@@ -49,6 +49,25 @@ float sink_of(const AttentionProblem& problem, int64_t head) {
     return -INFINITY;
 }
 
+void finish_softmax(float sink, int rows, const float* row_max, const float* row_sum,
+                    float* factors, float* lse) {
+    constexpr double kLn2 = 0.6931471805599453;
+    const double sink_log2 = static_cast<double>(sink) / kLn2;
+    for (int r = 0; r < rows; ++r) {
+        const double old_max = row_max[r];
+        const double new_max = old_max > sink_log2 ? old_max : sink_log2;
+        if (new_max == -INFINITY && row_sum[r] == 0.0f) {  // sees no key; a NaN would stay
+            factors[r] = 0.0f;
+            lse[r] = -INFINITY;
+            continue;
+        }
+        const double correction = std::exp2(old_max - new_max);
+        const double sum = row_sum[r] * correction + std::exp2(sink_log2 - new_max);
+        factors[r] = static_cast<float>(correction / sum);
+        lse[r] = static_cast<float>((new_max + std::log2(sum)) * kLn2);
+    }
+}
+
 void clear_uncovered_rows(const int32_t* cu_seqlens, int64_t batch_size, int64_t total,
                           int64_t row_bytes, void* data) {
     int64_t covered = 0;
@@ -63,6 +82,25 @@ void clear_uncovered_rows(const int32_t* cu_seqlens, int64_t batch_size, int64_t
         covered = max_of(covered, rows.end);
     }
     clear(covered, total);
+}
+
+void write_uncovered_results(const AttentionProblem& problem, void* out, float* softmax_lse) {
+    if (!problem.is_packed()) return;
+    const int64_t row_bytes =
+        int64_t{problem.num_heads_q} * problem.head_dim_v * size_of(problem.dtype);
+    clear_uncovered_rows(problem.cu_seqlens_q, problem.batch_size, problem.total_q, row_bytes, out);
+    for (int64_t head = 0; head < problem.num_heads_q; ++head) {
+        float* lse = softmax_lse + head * problem.total_q;
+        int64_t covered = 0;
+        for (int64_t batch = 0; batch <= problem.batch_size; ++batch) {
+            const bool is_last = batch == problem.batch_size;
+            const RowRange rows = is_last
+                                      ? RowRange{problem.total_q, problem.total_q}
+                                      : packed_rows(problem.cu_seqlens_q, batch, problem.total_q);
+            for (int64_t row = covered; row < rows.begin; ++row) lse[row] = -INFINITY;
+            covered = max_of(covered, rows.end);
+        }
+    }
 }
 
 }  // namespace cpu

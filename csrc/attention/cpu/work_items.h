@@ -96,9 +96,17 @@ ScoreTerms score_terms(const AttentionProblem& problem, const SeqlenInfo& info, 
 /// The sink's logit of one head; -inf if there is none.
 float sink_of(const AttentionProblem& problem, int64_t head);
 
+/// What is left to do of `rows` rows after their last key: lse with the sink's share, and factors,
+/// which turn the sums of weighted values into outputs.
+void finish_softmax(float sink, int rows, const float* row_max, const float* row_sum,
+                    float* factors, float* lse);
+
 /// Writes zeros to the rows of a contiguous packed tensor that no sequence covers.
 void clear_uncovered_rows(const int32_t* cu_seqlens, int64_t batch_size, int64_t total,
                           int64_t row_bytes, void* data);
+
+/// Writes the rows of packed results that no sequence covers: out 0, softmax_lse -inf.
+void write_uncovered_results(const AttentionProblem& problem, void* out, float* softmax_lse);
 
 }  // namespace cpu
 }  // namespace flash_attn_norm

@@ -1,0 +1,377 @@
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "attention/attention.h"
+#include "attention/cpu/tile_engine.h"
+#include "attention/cpu/work_items.h"
+#include "attention/kv_cache.h"
+
+namespace flash_attn_norm {
+namespace cpu {
+
+namespace {
+
+/// A sequence's own lengths: seqlen_k is what the cache holds of it, without its left padding.
+SeqlenInfo kv_seqlen_info(const KvCacheAttentionParams& params, int64_t batch) {
+    const AttentionProblem& problem = params.problem;
+    SeqlenInfo info;
+    if (problem.is_packed()) {
+        const RowRange rows = packed_rows(problem.cu_seqlens_q, batch, problem.total_q);
+        info.row_q = rows.begin;
+        info.seqlen_q = rows.end - rows.begin;
+    } else {
+        info.batch = batch;
+        info.seqlen_q = problem.seqlen_q;
+    }
+    const IndexRange positions = kv_positions(params.cache, batch);
+    info.seqlen_k = positions.end - positions.begin;
+    return info;
+}
+
+/// What stays the same for the whole call. A unit is a KV head of a sequence; a chunk is a run of
+/// its query rows, of all heads of the group: they share one pass over the keys. Keys are cut into
+/// splits where there are too few units and chunks for the threads.
+struct KvPlan {
+    const KvCacheAttentionParams& params;
+    const AttentionProblem& problem;
+    const TileEngine& engine;
+    int block_m, block_n;
+    int head_dim, head_dim_v;  // padded to kPanel
+    int64_t num_units, num_chunks, num_splits;
+    int64_t chunk_rows;  // query rows of one head
+    int64_t tile_rows;   // chunk_rows of all heads of a group, padded to block_m
+    int64_t split_keys;  // keys of a split
+
+    KvPlan(const KvCacheAttentionParams& kv_params, const CpuRuntime& runtime)
+        : params(kv_params),
+          problem(kv_params.problem),
+          engine(select_engine(problem.dtype)),
+          block_m(engine.fwd_block_m),
+          block_n(engine.fwd_block_n),
+          head_dim(static_cast<int>(round_up(problem.head_dim, kPanel))),
+          head_dim_v(static_cast<int>(round_up(problem.head_dim_v, kPanel))) {
+        // Enough rows to make packing a block cheap next to its products; few enough for the
+        // caches.
+        constexpr int64_t kRows = 512;
+        num_units = problem.batch_size * problem.num_heads_kv;
+        int64_t longest_q = 1;
+        for (int64_t batch = 0; batch < problem.batch_size; ++batch) {
+            longest_q = max_of(longest_q, kv_seqlen_info(params, batch).seqlen_q);
+        }
+        chunk_rows = min_of(longest_q, max_of(kRows / problem.group_size(), 1));
+        num_chunks = (longest_q + chunk_rows - 1) / chunk_rows;
+        tile_rows = round_up(chunk_rows * problem.group_size(), block_m);
+        choose_splits(runtime.num_threads);
+    }
+
+    Mask mask(int64_t batch) const { return mask_of(problem, kv_seqlen_info(params, batch)); }
+
+    void choose_splits(int num_threads) {
+        constexpr int64_t kItemsPerThread = 2, kMinKeys = 256;
+        int64_t longest = 1;
+        for (int64_t batch = 0; batch < problem.batch_size; ++batch) {
+            const Mask seen = mask(batch);
+            for (int64_t row = 0; row < seen.seqlen_q; row += chunk_rows) {
+                const IndexRange keys = seen.keys(row, min_of(row + chunk_rows, seen.seqlen_q));
+                longest = max_of(longest, keys.end - keys.begin);
+            }
+        }
+        const int64_t items = max_of(num_units * num_chunks, 1);
+        const int64_t wanted = params.num_splits > 0
+                                   ? min_of(params.num_splits, longest)
+                                   : min_of((kItemsPerThread * num_threads + items - 1) / items,
+                                            (longest + kMinKeys - 1) / kMinKeys);
+        split_keys = round_up((longest + wanted - 1) / wanted, kPanel);
+        num_splits = (longest + split_keys - 1) / split_keys;
+    }
+
+    int64_t num_items() const { return num_units * num_chunks * num_splits; }
+};
+
+/// The softmax state and the sums of weighted values of a chunk's rows, over the keys seen so far.
+struct Partial {
+    float* acc_o;  // [tile_rows, head_dim_v]
+    float *row_max, *row_sum;
+
+    Partial(Arena& arena, const KvPlan& plan) {
+        acc_o = arena.take<float>(plan.tile_rows * plan.head_dim_v);
+        row_max = arena.take<float>(plan.tile_rows);
+        row_sum = arena.take<float>(plan.tile_rows);
+    }
+
+    void clear(const KvPlan& plan, int64_t rows) const {
+        std::memset(acc_o, 0, static_cast<size_t>(rows * plan.head_dim_v) * sizeof(float));
+        for (int64_t r = 0; r < rows; ++r) {
+            row_max[r] = -INFINITY;
+            row_sum[r] = 0.0f;
+        }
+    }
+};
+
+/// One worker's tiles.
+struct KvScratch {
+    Partial partial;
+    char* q;  // [tile_rows, head_dim]: the chunk's rows of the first head, of the second, ...
+    char* k;  // the B form of [head_dim, block_n]
+    char* v;  // likewise, [block_n, head_dim_v]
+    char* gathered;  // [block_n, head_dim or head_dim_v], rows of several pages, as they are
+    float* scores;   // [block_m, block_n]
+    char* probs;     // [block_m, block_n]
+    float* factors;  // [tile_rows]
+
+    KvScratch(Arena& arena, const KvPlan& plan) : partial(arena, plan) {
+        const int64_t tile = int64_t{plan.block_m} * plan.block_n;
+        const AttentionProblem& problem = plan.problem;
+        // Packing writes whole panels of rows: one more behind the last head.
+        q = arena.take_operands((plan.tile_rows + kPanel) * plan.head_dim, plan.engine);
+        k = arena.take_operands(int64_t{plan.block_n} * plan.head_dim, plan.engine);
+        v = arena.take_operands(int64_t{plan.block_n} * plan.head_dim_v, plan.engine);
+        gathered = arena.take<char>(int64_t{plan.block_n} * size_of(problem.dtype) *
+                                    max_of(problem.head_dim, problem.head_dim_v));
+        scores = arena.take<float>(tile);
+        probs = arena.take_operands(tile, plan.engine);
+        factors = arena.take<float>(plan.tile_rows);
+    }
+};
+
+/// A chunk of a unit.
+struct KvItem {
+    const KvPlan& plan;
+    int64_t batch, kv_head;
+    SeqlenInfo info;
+    Mask mask;
+    int64_t first_position;      // of key 0 in the cache
+    int64_t row_begin, row_end;  // query rows of each head
+
+    KvItem(const KvPlan& kv_plan, int64_t chunk, int64_t unit)
+        : plan(kv_plan),
+          batch(unit / plan.problem.num_heads_kv),
+          kv_head(unit % plan.problem.num_heads_kv),
+          info(kv_seqlen_info(plan.params, batch)),
+          mask(mask_of(plan.problem, info)),
+          first_position(kv_positions(plan.params.cache, batch).begin),
+          row_begin(chunk * plan.chunk_rows),
+          row_end(min_of(row_begin + plan.chunk_rows, info.seqlen_q)) {}
+
+    bool empty() const { return row_begin >= row_end; }
+    int64_t rows_of_head() const { return row_end - row_begin; }
+    int64_t rows() const { return rows_of_head() * plan.problem.group_size(); }
+    int64_t head(int64_t row) const {
+        return kv_head * plan.problem.group_size() + row / rows_of_head();
+    }
+    /// Keys of one split that any row sees.
+    IndexRange keys(int64_t split) const {
+        IndexRange seen = mask.keys(row_begin, row_end);
+        const int64_t begin = seen.begin + split * plan.split_keys;
+        return IndexRange{begin, min_of(begin + plan.split_keys, seen.end)};
+    }
+};
+
+/// `count` rows of the cache from `key` on; of several pages: copied together.
+TensorRows cache_rows(const KvItem& item, const void* data, const TensorStrides& strides,
+                      int64_t key, int64_t count, int cols, char* gathered) {
+    const KvCacheLayout& cache = item.plan.params.cache;
+    const DType dtype = item.plan.problem.dtype;
+    const int64_t position = item.first_position + key;
+    const KvRow first = kv_row(cache, item.batch, position);
+    const auto rows_at = [&](KvRow at, int64_t rows) {
+        return tensor_rows(data, dtype, strides, at.entry, at.row, item.kv_head, rows, cols);
+    };
+    if (first.row + count <= cache.entry_rows) return rows_at(first, count);
+
+    const int64_t row_bytes = int64_t{cols} * size_of(dtype);
+    char* dst = gathered;
+    for (int64_t done = 0; done < count;) {
+        const KvRow at = kv_row(cache, item.batch, position + done);
+        const int64_t run = min_of(cache.entry_rows - at.row, count - done);
+        const TensorRows rows = rows_at(at, run);
+        const char* src = static_cast<const char*>(rows.data);
+        for (int64_t r = 0; r < run; ++r, dst += row_bytes) {
+            std::memcpy(dst, src + r * rows.row_stride * size_of(dtype),
+                        static_cast<size_t>(row_bytes));
+        }
+        done += run;
+    }
+    return TensorRows{gathered, dtype, cols, static_cast<int>(count), cols};
+}
+
+void pack_queries(const KvItem& item, const KvScratch& s) {
+    const KvPlan& plan = item.plan;
+    const AttentionProblem& problem = plan.problem;
+    for (int g = 0; g < problem.group_size(); ++g) {
+        const int64_t head = item.kv_head * problem.group_size() + g;
+        const int64_t first = g * item.rows_of_head();
+        plan.engine.pack_a(tensor_rows(plan.params.q, problem.dtype, plan.params.q_strides,
+                                       item.info.batch, item.info.row_q + item.row_begin, head,
+                                       item.rows_of_head(), problem.head_dim),
+                           s.q + first * plan.head_dim * plan.engine.operand_bytes, plan.head_dim);
+    }
+}
+
+/// Scores of tile rows [begin, end) and a block of keys, with all terms; rows of several heads may
+/// share a tile, each run of one head with its own terms.
+void score_tile(const KvItem& item, const KvScratch& s, int64_t begin, int64_t end, int64_t key,
+                int num_keys) {
+    const KvPlan& plan = item.plan;
+    plan.engine.gemm(GemmArgs{
+        s.q + begin * plan.head_dim * plan.engine.operand_bytes, plan.head_dim, s.k,
+        int64_t{plan.head_dim} * kPanel, s.scores, plan.block_n, static_cast<int>(end - begin),
+        static_cast<int>(round_up(num_keys, kPanel)), plan.head_dim, /*accumulate=*/false});
+    const int64_t rows_of_head = item.rows_of_head();
+    for (int64_t row = begin; row < end;) {
+        const int64_t in_head = row % rows_of_head;
+        const int64_t run = min_of(rows_of_head - in_head, end - row);
+        const ScoreTerms terms = score_terms(plan.problem, item.info, item.batch, item.head(row));
+        plan.engine.prepare_scores(
+            terms,
+            ScoreTile{s.scores + (row - begin) * plan.block_n, plan.block_n,
+                      item.row_begin + in_head, key, static_cast<int>(run), num_keys},
+            nullptr);
+        row += run;
+    }
+}
+
+/// The partial state of the item's rows after the keys of one split.
+void attend_to_keys(const KvItem& item, const KvScratch& s, const Partial& partial, int64_t split) {
+    const KvPlan& plan = item.plan;
+    const TileEngine& engine = plan.engine;
+    const KvCacheLayout& cache = plan.params.cache;
+    const float scale_log2 =
+        score_terms(plan.problem, item.info, item.batch, item.head(0)).scale_log2();
+    const IndexRange keys = item.keys(split);
+    partial.clear(plan, item.rows());
+    for (int64_t key = keys.begin; key < keys.end; key += plan.block_n) {
+        const int num_keys = static_cast<int>(min_of(plan.block_n, keys.end - key));
+        const int num_keys_padded = static_cast<int>(round_up(num_keys, kPanel));
+        engine.pack_b_transposed(cache_rows(item, plan.params.k_cache, cache.k_strides, key,
+                                            num_keys, plan.problem.head_dim, s.gathered),
+                                 s.k, int64_t{plan.head_dim} * kPanel);
+        engine.pack_b(cache_rows(item, plan.params.v_cache, cache.v_strides, key, num_keys,
+                                 plan.problem.head_dim_v, s.gathered),
+                      s.v, int64_t{plan.block_n} * kPanel);
+
+        for (int64_t begin = 0; begin < item.rows(); begin += plan.block_m) {
+            const int64_t end = min_of(begin + plan.block_m, item.rows());
+            const int rows = static_cast<int>(end - begin);
+            float* acc_o = partial.acc_o + begin * plan.head_dim_v;
+            const SoftmaxState state{partial.row_max + begin, partial.row_sum + begin, s.factors};
+            const ScoreTile tile{s.scores, plan.block_n, 0, key, rows, num_keys};
+
+            // S = Q K^T and all terms
+            score_tile(item, s, begin, end, key, num_keys);
+            // P = exp2(S * scale_log2 - row_max); older output shrinks by the same factor
+            engine.softmax_update(tile, scale_log2, state, nullptr, s.probs, plan.block_n);
+            engine.scale_rows(acc_o, plan.head_dim_v, rows, plan.head_dim_v, s.factors);
+            // O += P V
+            engine.gemm(GemmArgs{s.probs, plan.block_n, s.v, int64_t{plan.block_n} * kPanel, acc_o,
+                                 plan.head_dim_v, rows, plan.head_dim_v, num_keys_padded,
+                                 /*accumulate=*/true});
+        }
+    }
+}
+
+/// out = acc_o / row_sum, with the sink as one more term of the sum.
+void store_output(const KvItem& item, const KvScratch& s, const Partial& partial) {
+    const KvPlan& plan = item.plan;
+    const AttentionProblem& problem = plan.problem;
+    const int rows = static_cast<int>(item.rows_of_head());
+    const TensorStrides strides =
+        contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
+    for (int g = 0; g < problem.group_size(); ++g) {
+        const int64_t first = int64_t{g} * rows, head = item.head(first);
+        float* lse =
+            plan.params.softmax_lse + lse_offset(problem, item.info, head) + item.row_begin;
+        finish_softmax(sink_of(problem, head), rows, partial.row_max + first,
+                       partial.row_sum + first, s.factors, lse);
+        const int64_t offset =
+            tensor_offset(strides, item.info.batch, item.info.row_q + item.row_begin, head);
+        plan.engine.store_rows(
+            partial.acc_o + first * plan.head_dim_v, plan.head_dim_v, rows, problem.head_dim_v,
+            1.0f, s.factors, static_cast<char*>(plan.params.out) + offset * size_of(problem.dtype),
+            problem.dtype, strides.row);
+    }
+}
+
+/// One more split's state into `sum`.
+void merge(const KvPlan& plan, int64_t rows, const Partial& part, const Partial& sum) {
+    for (int64_t r = 0; r < rows; ++r) {
+        if (part.row_sum[r] == 0.0f) continue;  // sees no key
+        const float new_max = part.row_max[r] > sum.row_max[r] ? part.row_max[r] : sum.row_max[r];
+        const float finite_max = new_max == -INFINITY ? 0.0f : new_max;  // a NaN stays
+        const float of_part = std::exp2(part.row_max[r] - finite_max);
+        const float of_sum = std::exp2(sum.row_max[r] - finite_max);
+        const float* src = part.acc_o + r * plan.head_dim_v;
+        float* dst = sum.acc_o + r * plan.head_dim_v;
+        for (int c = 0; c < plan.head_dim_v; ++c) dst[c] = dst[c] * of_sum + src[c] * of_part;
+        sum.row_sum[r] = sum.row_sum[r] * of_sum + part.row_sum[r] * of_part;
+        sum.row_max[r] = new_max;
+    }
+}
+
+int64_t scratch_bytes(const KvPlan& plan) {
+    Arena arena(nullptr);
+    KvScratch scratch(arena, plan);
+    return arena.bytes();
+}
+
+int64_t partial_bytes(const KvPlan& plan) {
+    Arena arena(nullptr);
+    Partial partial(arena, plan);
+    return arena.bytes();
+}
+
+}  // namespace
+
+int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params,
+                                          const CpuRuntime& runtime) {
+    const KvPlan plan(params, runtime);
+    const int64_t partials = plan.num_splits > 1 ? plan.num_items() * partial_bytes(plan) : 0;
+    return scratch_bytes(plan) * runtime.num_threads + partials;
+}
+
+void attention_kvcache(const KvCacheAttentionParams& params, const CpuRuntime& runtime) {
+    const KvPlan plan(params, runtime);
+    const int64_t bytes_per_worker = scratch_bytes(plan), bytes_per_part = partial_bytes(plan);
+    char* const workspace = static_cast<char*>(params.workspace);
+    char* const parts = workspace + bytes_per_worker * runtime.num_threads;
+    const auto scratch_of = [&](int64_t worker) {
+        Arena arena(workspace + worker * bytes_per_worker);
+        return KvScratch(arena, plan);
+    };
+    const auto part_of = [&](int64_t index) {
+        Arena arena(parts + index * bytes_per_part);
+        return Partial(arena, plan);
+    };
+    const auto item_of = [&](int64_t index) {
+        // Under a causal mask the last rows have most to do, so they come first.
+        return KvItem(plan, plan.num_chunks - 1 - index / plan.num_units, index % plan.num_units);
+    };
+
+    write_uncovered_results(plan.problem, params.out, params.softmax_lse);
+    for_each_item(runtime, plan.engine, plan.num_items(), [&](int64_t worker, int64_t index) {
+        const KvItem item = item_of(index / plan.num_splits);
+        if (item.empty()) return;
+        const KvScratch scratch = scratch_of(worker);
+        const bool is_whole = plan.num_splits == 1;
+        const Partial partial = is_whole ? scratch.partial : part_of(index);
+        pack_queries(item, scratch);
+        attend_to_keys(item, scratch, partial, index % plan.num_splits);
+        if (is_whole) store_output(item, scratch, partial);
+    });
+    if (plan.num_splits == 1) return;
+    for_each_item(
+        runtime, plan.engine, plan.num_units * plan.num_chunks, [&](int64_t worker, int64_t index) {
+            const KvItem item = item_of(index);
+            if (item.empty()) return;
+            const KvScratch scratch = scratch_of(worker);
+            scratch.partial.clear(plan, item.rows());
+            for (int64_t split = 0; split < plan.num_splits; ++split) {
+                merge(plan, item.rows(), part_of(index * plan.num_splits + split), scratch.partial);
+            }
+            store_output(item, scratch, scratch.partial);
+        });
+}
+
+}  // namespace cpu
+}  // namespace flash_attn_norm

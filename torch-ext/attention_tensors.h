@@ -1,0 +1,94 @@
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "attention/params.h"
+
+/// How the attention ops allocate, describe and align tensors.
+namespace flash_attn_norm {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Tensor empty_like_device(const Tensor& reference, const std::vector<int64_t>& shape,
+                                ScalarType dtype) {
+    return torch::stable::new_empty(reference, shape, dtype);
+}
+
+inline std::vector<int64_t> shape_of(const Tensor& tensor) {
+    return std::vector<int64_t>(tensor.sizes().begin(), tensor.sizes().end());
+}
+
+/// (..., rows, heads, head_dim), packed or dense.
+inline TensorStrides strides_of(const Tensor& tensor) {
+    const int64_t rank = tensor.dim();
+    TensorStrides strides;
+    strides.batch = rank == 4 ? tensor.stride(0) : 0;
+    strides.row = tensor.stride(rank - 3);
+    strides.head = tensor.stride(rank - 2);
+    return strides;
+}
+
+inline std::vector<int64_t> with_last(const Tensor& tensor, int64_t last) {
+    std::vector<int64_t> shape = shape_of(tensor);
+    shape.back() = last;
+    return shape;
+}
+
+inline std::vector<int64_t> lse_shape(const AttentionProblem& problem) {
+    if (problem.is_packed()) return {problem.num_heads_q, problem.total_q};
+    return {problem.batch_size, problem.num_heads_q, problem.seqlen_q};
+}
+
+inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+    if (!tensor) return std::nullopt;
+    return torch::stable::contiguous(*tensor);
+}
+
+constexpr int64_t kVectorElements = 8;  // 16 bytes of a two-byte dtype: one load of a CUDA kernel
+
+inline int64_t padded_head_dim(int64_t head_dim) {
+    return (head_dim + kVectorElements - 1) / kVectorElements * kVectorElements;
+}
+
+/// A CUDA kernel loads rows 16 bytes at a time. A tensor whose rows do not allow it is copied once,
+/// its head_dim filled up with zeros, which change no product.
+inline Tensor with_vector_rows(const Tensor& tensor) {
+    const int64_t last = tensor.dim() - 1;
+    const int64_t head_dim = tensor.size(last), padded = padded_head_dim(head_dim);
+    bool aligned = head_dim == padded && tensor.stride(last) == 1 &&
+                   reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+    for (int64_t dim = 0; aligned && dim < last; ++dim) {
+        aligned = tensor.size(dim) <= 1 || tensor.stride(dim) % kVectorElements == 0;
+    }
+    if (aligned) return tensor;
+    Tensor copy = empty_like_device(tensor, with_last(tensor, padded), tensor.scalar_type());
+    Tensor values = torch::stable::narrow(copy, last, 0, head_dim);
+    torch::stable::copy_(values, tensor);
+    if (padded > head_dim) {
+        Tensor filling = torch::stable::narrow(copy, last, head_dim, padded - head_dim);
+        torch::stable::zero_(filling);
+    }
+    return copy;
+}
+
+/// The first head_dim columns of a result that was computed with a padded head_dim.
+inline Tensor without_padding(Tensor& padded, int64_t head_dim) {
+    const int64_t last = padded.dim() - 1;
+    if (padded.size(last) == head_dim) return padded;
+    return torch::stable::contiguous(torch::stable::narrow(padded, last, 0, head_dim));
+}
+
+/// None if no bytes are wanted: an allocation takes the host a few microseconds.
+inline std::optional<Tensor> workspace_of(const Tensor& reference, int64_t bytes) {
+    if (bytes == 0) return std::nullopt;
+    return empty_like_device(reference, {bytes}, ScalarType::Byte);
+}
+
+}  // namespace flash_attn_norm

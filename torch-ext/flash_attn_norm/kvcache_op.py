@@ -1,0 +1,274 @@
+"""The ops of a key-value cache as torch sees them: fakes, and the call that all public functions
+share. They have no gradient."""
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ._ops import add_op_namespace_prefix, ops
+from .arguments import check_flag, check_number, check_optional_tensor, check_tensor
+from .attention_op import check_window_size, checks_values, refuse_other_devices
+
+
+def check_inference(function: str, **tensors: Optional[Tensor]) -> None:
+    """Refuses what is no tensor, and a gradient that would silently stop here."""
+    recording = torch.is_grad_enabled()
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if recording and tensor.requires_grad:
+            raise ValueError(
+                f"{name}.requires_grad is True, but {function} has no gradient; call it under "
+                f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+            )
+
+
+def check_paged(k_cache: Tensor, page_table: Optional[Tensor]) -> None:
+    """Ranks that are needed before the op can say what is wrong with the rest."""
+    check_optional_tensor("page_table", page_table)
+    if page_table is not None and page_table.dim() != 2:
+        raise ValueError(
+            f"page_table has shape {tuple(page_table.shape)}; it must be (batch_size, "
+            "pages_per_sequence)"
+        )
+    if k_cache.dim() != 4:
+        layout = "batch_size_cache, seqlen_cache" if page_table is None else "num_pages, page_size"
+        raise ValueError(
+            f"k_cache has shape {tuple(k_cache.shape)}, {k_cache.dim()} dimensions; expected 4: "
+            f"({layout}, num_heads_kv, head_dim)"
+        )
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    block_table: Tensor,
+    dropout_p: float,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    alibi_slopes: Optional[Tensor],
+    s_aux: Optional[Tensor],
+    attn_bias: Optional[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """``flash_attn_varlen_func`` with a block table: keys on the pages of a cache."""
+    if check_number("dropout_p", dropout_p) != 0:
+        raise ValueError(f"dropout_p is {dropout_p} with a block_table; it must be 0")
+    if attn_bias is not None:
+        raise ValueError("attn_bias is given with a block_table; it must be None")
+    check_inference(
+        "flash_attn_varlen_func with a block_table",
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+    )
+    check_paged(k_cache, block_table)
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        None,
+        None,
+        None,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        None,
+        None,
+        None,
+        block_table,
+        alibi_slopes,
+        s_aux,
+        0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        False,
+        0,
+    )
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor],
+    v: Optional[Tensor],
+    rotary_cos: Optional[Tensor],
+    rotary_sin: Optional[Tensor],
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    cache_seqlens: Optional[Tensor],
+    cache_batch_idx: Optional[Tensor],
+    cache_leftpad: Optional[Tensor],
+    page_table: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+    s_aux: Optional[Tensor],
+    seqlen: int,
+    softmax_scale: Optional[float],
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    rotary_interleaved: bool,
+    num_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """One call of the op that appends, or of the one that only reads; ``(out, softmax_lse)``."""
+    check_optional_tensor("cache_batch_idx", cache_batch_idx)
+    check_optional_tensor("cache_leftpad", cache_leftpad)
+    window_left, window_right = check_window_size(window_size)
+    causal, softcap = check_flag("causal", causal), check_number("softcap", softcap)
+    if softmax_scale is None:
+        # A tensor without dimensions or without a head_dim goes on to the op, which refuses it.
+        softmax_scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    else:
+        softmax_scale = check_number("softmax_scale", softmax_scale)
+    if k is None:
+        return ops.attention_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            cache_seqlens,
+            cache_batch_idx,
+            cache_leftpad,
+            page_table,
+            alibi_slopes,
+            s_aux,
+            seqlen,
+            softmax_scale,
+            causal,
+            window_left,
+            window_right,
+            softcap,
+            num_splits,
+            checks_values(),
+        )
+    return ops.attention_kvcache_append(
+        k_cache,
+        v_cache,
+        q,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        page_table,
+        alibi_slopes,
+        s_aux,
+        seqlen,
+        softmax_scale,
+        causal,
+        window_left,
+        window_right,
+        softcap,
+        rotary_interleaved,
+        num_splits,
+        checks_values(),
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention_kvcache"))
+def _attention_kvcache_fake(
+    q,
+    k_cache,
+    v_cache,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    cache_seqlens,
+    cache_batch_idx,
+    cache_leftpad,
+    page_table,
+    alibi_slopes,
+    s_aux,
+    seqlen,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    num_splits,
+    check_values,
+):
+    refuse_other_devices(
+        q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=page_table,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+    )
+    return _empty_results(q, v_cache, packed=cu_seqlens_q is not None)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("attention_kvcache_append"))
+def _attention_kvcache_append_fake(
+    k_cache,
+    v_cache,
+    q,
+    k,
+    v,
+    rotary_cos,
+    rotary_sin,
+    cache_seqlens,
+    cache_batch_idx,
+    cache_leftpad,
+    page_table,
+    alibi_slopes,
+    s_aux,
+    seqlen,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    rotary_interleaved,
+    num_splits,
+    check_values,
+):
+    refuse_other_devices(
+        q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        page_table=page_table,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+    )
+    return _empty_results(q, v_cache, packed=False)
+
+
+def _empty_results(q, v_cache, packed):
+    rank = 3 if packed else 4
+    if q.dim() != rank or v_cache.dim() != 4:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and v_cache has shape {tuple(v_cache.shape)}; they must "
+            f"have {rank} and 4 dimensions"
+        )
+    out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
+    # (num_heads_q, total_q) packed, (batch_size, num_heads_q, seqlen_q) dense
+    lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    return out, q.new_empty(lse_shape, dtype=torch.float32)

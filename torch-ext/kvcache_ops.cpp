@@ -1,0 +1,181 @@
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "attention/attention.h"
+#include "attention_tensors.h"
+#include "cpu_threads.h"
+#include "kvcache_checks.h"
+#include "tensor_checks.h"
+#include "torch_binding.h"
+
+namespace fan = flash_attn_norm;
+
+namespace {
+
+using fan::KvCacheAppendParams;
+using fan::KvCacheArguments;
+using fan::KvCacheAttentionParams;
+using fan::TensorStrides;
+using torch::headeronly::ScalarType;
+
+void run_append(const Tensor&, const KvCacheAppendParams& params) {
+    fan::cpu::kvcache_append(params, fan::torch_cpu_runtime());
+}
+
+void run_attention(const Tensor& q, KvCacheAttentionParams& params) {
+    const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
+    const std::optional<Tensor> workspace =
+        fan::workspace_of(q, fan::cpu::attention_kvcache_workspace_bytes(params, runtime));
+    if (workspace) params.workspace = workspace->mutable_data_ptr();
+    fan::cpu::attention_kvcache(params, runtime);
+}
+
+/// Rows of a cache that a CUDA kernel cannot load 16 bytes at a time are read from one copy, its
+/// head_dim filled up with zeros.
+void align_inputs(KvCacheArguments& arguments, KvCacheAttentionParams& params) {
+    if (arguments.q.is_cpu()) return;
+    arguments.q = fan::with_vector_rows(arguments.q);
+    arguments.k_cache = fan::with_vector_rows(arguments.k_cache);
+    arguments.v_cache = fan::with_vector_rows(arguments.v_cache);
+    params.cache.k_strides = fan::strides_of(arguments.k_cache);
+    params.cache.v_strides = fan::strides_of(arguments.v_cache);
+    fan::AttentionProblem& problem = params.problem;
+    problem.head_dim = static_cast<int>(fan::padded_head_dim(problem.head_dim));
+    problem.head_dim_v = static_cast<int>(fan::padded_head_dim(problem.head_dim_v));
+}
+
+/// `params` describes the attention that follows the append.
+void append(KvCacheArguments& arguments, const KvCacheAttentionParams& params,
+            bool rotary_interleaved) {
+    const Tensor k = fan::with_unit_last_stride(*arguments.k);
+    const Tensor v = fan::with_unit_last_stride(*arguments.v);
+    KvCacheAppendParams append;
+    append.dtype = params.problem.dtype;
+    append.cache = params.cache;
+    append.cache.seqlen = arguments.seqlen;
+    append.k_cache = arguments.k_cache.mutable_data_ptr();
+    append.v_cache = arguments.v_cache.mutable_data_ptr();
+    append.batch_size = params.problem.batch_size;
+    append.seqlen_new = k.size(1);
+    append.num_heads_kv = params.problem.num_heads_kv;
+    append.head_dim = params.problem.head_dim;
+    append.head_dim_v = params.problem.head_dim_v;
+    append.k = k.const_data_ptr();
+    append.v = v.const_data_ptr();
+    append.k_strides = fan::strides_of(k);
+    append.v_strides = fan::strides_of(v);
+    if (!arguments.rotary_cos) return run_append(arguments.q, append);
+
+    const Tensor cos = torch::stable::contiguous(*arguments.rotary_cos);
+    const Tensor sin = torch::stable::contiguous(*arguments.rotary_sin);
+    append.rotary_dim = static_cast<int>(2 * cos.size(1));
+    append.rotary_rows = cos.size(0);
+    append.rotary_cos = cos.const_data_ptr();
+    append.rotary_sin = sin.const_data_ptr();
+    append.rotary_dtype = fan::to_dtype("rotary_cos", cos);
+    append.rotary_interleaved = rotary_interleaved;
+    append.rotary_advances =
+        arguments.causal || arguments.window_left >= 0 || arguments.window_right >= 0;
+    append.seqlen_q = params.problem.seqlen_q;
+    append.num_heads_q = params.problem.num_heads_q;
+    append.q = arguments.q.const_data_ptr();
+    append.q_strides = fan::strides_of(arguments.q);
+    Tensor q_rotated =
+        fan::empty_like_device(arguments.q, fan::shape_of(arguments.q), arguments.q.scalar_type());
+    append.q_rotated = q_rotated.mutable_data_ptr();
+    run_append(arguments.q, append);
+    arguments.q = q_rotated;
+}
+
+/// Attention to the cache as it is now.
+std::tuple<Tensor, Tensor> attend(KvCacheArguments& arguments, KvCacheAttentionParams& params) {
+    const int64_t head_dim_v = params.problem.head_dim_v;
+    align_inputs(arguments, params);
+    const Tensor& q = arguments.q;
+    params.q = q.const_data_ptr();
+    params.q_strides = fan::strides_of(q);
+    params.k_cache = arguments.k_cache.const_data_ptr();
+    params.v_cache = arguments.v_cache.const_data_ptr();
+    Tensor out =
+        fan::empty_like_device(q, fan::with_last(q, params.problem.head_dim_v), q.scalar_type());
+    Tensor softmax_lse =
+        fan::empty_like_device(q, fan::lse_shape(params.problem), ScalarType::Float);
+    params.out = out.mutable_data_ptr();
+    params.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+    run_attention(q, params);
+    return {fan::without_padding(out, head_dim_v), softmax_lse};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> attention_kvcache(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+    const std::optional<Tensor>& cu_seqlens_q, const std::optional<Tensor>& cu_seqlens_k,
+    const std::optional<Tensor>& cache_seqlens, const std::optional<Tensor>& cache_batch_idx,
+    const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
+    int64_t num_splits, bool check_values) {
+    KvCacheArguments arguments{q,
+                               k_cache,
+                               v_cache,
+                               std::nullopt,
+                               std::nullopt,
+                               std::nullopt,
+                               std::nullopt,
+                               cu_seqlens_q,
+                               cu_seqlens_k,
+                               cache_seqlens,
+                               cache_batch_idx,
+                               cache_leftpad,
+                               page_table,
+                               alibi_slopes,
+                               s_aux,
+                               seqlen,
+                               softmax_scale,
+                               causal,
+                               window_left,
+                               window_right,
+                               softcap,
+                               num_splits,
+                               check_values};
+    KvCacheAttentionParams params = fan::check_kvcache(arguments);
+    return attend(arguments, params);
+}
+
+std::tuple<Tensor, Tensor> attention_kvcache_append(
+    Tensor k_cache, Tensor v_cache, const Tensor& q, const Tensor& k, const Tensor& v,
+    const std::optional<Tensor>& rotary_cos, const std::optional<Tensor>& rotary_sin,
+    const std::optional<Tensor>& cache_seqlens, const std::optional<Tensor>& cache_batch_idx,
+    const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
+    const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
+    bool rotary_interleaved, int64_t num_splits, bool check_values) {
+    KvCacheArguments arguments{q,
+                               k_cache,
+                               v_cache,
+                               k,
+                               v,
+                               rotary_cos,
+                               rotary_sin,
+                               std::nullopt,
+                               std::nullopt,
+                               cache_seqlens,
+                               cache_batch_idx,
+                               cache_leftpad,
+                               page_table,
+                               alibi_slopes,
+                               s_aux,
+                               seqlen,
+                               softmax_scale,
+                               causal,
+                               window_left,
+                               window_right,
+                               softcap,
+                               num_splits,
+                               check_values};
+    KvCacheAttentionParams params = fan::check_kvcache(arguments);
+    append(arguments, params, rotary_interleaved);
+    return attend(arguments, params);
+}
