@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -29,7 +30,10 @@ def command_line() -> str:
     script = Path(sys.argv[0]).resolve()
     root = RESULTS.parent.parent
     name = str(script.relative_to(root)) if script.is_relative_to(root) else sys.argv[0]
-    return " ".join(["python", name, *sys.argv[1:]])
+    launcher = "python"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
+    return " ".join([launcher, name, *sys.argv[1:]])
 
 
 def write_record(name: str, kernel, device: torch.device, figures: list) -> Path:

@@ -181,8 +181,8 @@ def ring_attention(
     for step, current in enumerate(ring.steps):
         is_last = step + 1 == ring.world_size
         if not is_last:
-            shift = _Shift(ring, step)
-            coming = _StartShift.apply(shift, k, v)
+            shift = Shift(ring, step)
+            coming = StartShift.apply(shift, k, v)
         # Meanwhile keys and values travel: they are needed only after this.
         parts.append(
             attention(
@@ -199,11 +199,11 @@ def ring_attention(
             )
         )
         if not is_last:
-            k, v = _FinishShift.apply(shift, *coming)
-    return _merge(parts, s_aux)
+            k, v = FinishShift.apply(shift, *coming)
+    return merge(parts, s_aux)
 
 
-def _merge(parts: list[tuple[Tensor, Tensor]], s_aux: Tensor | None) -> tuple[Tensor, Tensor]:
+def merge(parts: list[tuple[Tensor, Tensor]], s_aux: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention to all keys from that to parts of them, each (out, softmax_lse).
 
     A part in which a row sees no key has softmax_lse -inf, so its weight is 0. A sink is one more
@@ -218,7 +218,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]], s_aux: Tensor | None) -> tuple[Te
     return out.to(parts[0][0].dtype), lse.logsumexp(0)
 
 
-class _Shift:
+class Shift:
     """K and V go one place on around the ring; in the backward pass their gradients come back."""
 
     def __init__(self, ring: Ring, step: int):
@@ -258,7 +258,7 @@ class _Shift:
 # call first: going back, the attention runs between the two again, while the gradients travel.
 
 
-class _StartShift(torch.autograd.Function):
+class StartShift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shift, k, v):
         ctx.shift = shift
@@ -269,7 +269,7 @@ class _StartShift(torch.autograd.Function):
         return None, *ctx.shift.finish()
 
 
-class _FinishShift(torch.autograd.Function):
+class FinishShift(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shift, k, v):
         ctx.shift = shift
@@ -279,7 +279,7 @@ class _FinishShift(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dk, dv):
         ctx.shift.start((dk, dv), backward=True)
-        # Only the order matters from here to _StartShift: the gradients of this process's keys and
+        # Only the order matters from here to StartShift: the gradients of this process's keys and
         # values, which may have another number of rows, are received meanwhile.
         return None, dk, dv
 

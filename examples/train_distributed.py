@@ -262,6 +262,12 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def be_quiet() -> None:
+    """Only errors: `kernels` lists the layers that it leaves as they are."""
+    transformers.utils.logging.set_verbosity_error()
+    logging.getLogger("kernels").setLevel(logging.ERROR)
+
+
 def choose_device() -> torch.device:
     """A GPU of its own for each process, or the CPU for all."""
     local_rank, count = (
@@ -283,9 +289,8 @@ def start_processes(device: torch.device) -> None:
 
 def main() -> None:
     arguments = vars(parse_arguments())
-    transformers.utils.logging.set_verbosity_error()
-    logging.getLogger("kernels").setLevel(logging.ERROR)  # it lists the layers left as they are
     output = arguments.pop("output")
+    be_quiet()
     device = choose_device()
     training = Training(**arguments)
     if device.type == "cpu":

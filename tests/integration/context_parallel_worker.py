@@ -106,7 +106,7 @@ def backward_order(example, attention, device: torch.device) -> list[str]:
         q.register_hook(lambda _: events.append(f"attention {step}"))
         return attention(q, *arguments, **options)
 
-    class WatchedShift(example._Shift):
+    class WatchedShift(example.Shift):
         def start(self, *arguments, **options):
             events.append("send")
             return super().start(*arguments, **options)
@@ -115,7 +115,7 @@ def backward_order(example, attention, device: torch.device) -> list[str]:
             events.append("wait")
             return super().finish()
 
-    example._Shift = WatchedShift
+    example.Shift = WatchedShift
     case = CASES["one_sequence"]
     ring = example.Ring(case.lengths, case.causal, device)
     inputs = Case(**{**vars(case), **BF16}).inputs(device)
