@@ -1,0 +1,10 @@
+#include "attention/decode/split_launch.cuh"
+
+namespace flash_attn_norm {
+namespace decode {
+
+template SplitPlan plan_split<128, 128>(const KvCacheAttentionParams&);
+template void launch_split<128, 128>(const KvCacheAttentionParams&, const SplitPlan&, cudaStream_t);
+
+}  // namespace decode
+}  // namespace flash_attn_norm

@@ -1,0 +1,10 @@
+#include "attention/decode/split_launch.cuh"
+
+namespace flash_attn_norm {
+namespace decode {
+
+template SplitPlan plan_split<192, 192>(const KvCacheAttentionParams&);
+template void launch_split<192, 192>(const KvCacheAttentionParams&, const SplitPlan&, cudaStream_t);
+
+}  // namespace decode
+}  // namespace flash_attn_norm
