@@ -9,6 +9,10 @@
 #include "tensor_checks.h"
 #include "torch_binding.h"
 
+#if defined(CUDA_KERNEL)
+#include "device.h"
+#endif
+
 namespace fan = flash_attn_norm;
 
 namespace {
@@ -19,11 +23,28 @@ using fan::KvCacheAttentionParams;
 using fan::TensorStrides;
 using torch::headeronly::ScalarType;
 
-void run_append(const Tensor&, const KvCacheAppendParams& params) {
+void run_append(const Tensor& q, const KvCacheAppendParams& params) {
+#if defined(CUDA_KERNEL)
+    if (!q.is_cpu()) {
+        const fan::CudaContext context(q);
+        fan::cuda::kvcache_append(params, context.stream());
+        return;
+    }
+#endif
     fan::cpu::kvcache_append(params, fan::torch_cpu_runtime());
 }
 
 void run_attention(const Tensor& q, KvCacheAttentionParams& params) {
+#if defined(CUDA_KERNEL)
+    if (!q.is_cpu()) {
+        const fan::CudaContext context(q);
+        const std::optional<Tensor> workspace =
+            fan::workspace_of(q, fan::cuda::attention_kvcache_workspace_bytes(params));
+        if (workspace) params.workspace = workspace->mutable_data_ptr();
+        fan::cuda::attention_kvcache(params, context.stream());
+        return;
+    }
+#endif
     const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
     const std::optional<Tensor> workspace =
         fan::workspace_of(q, fan::cpu::attention_kvcache_workspace_bytes(params, runtime));

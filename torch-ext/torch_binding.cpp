@@ -63,6 +63,8 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
     ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
     ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
+    ops.impl("attention_kvcache", TORCH_BOX(&attention_kvcache));
+    ops.impl("attention_kvcache_append", TORCH_BOX(&attention_kvcache_append));
     ops.impl("norm_fwd", TORCH_BOX(&norm_fwd));
     ops.impl("norm_bwd", TORCH_BOX(&norm_bwd));
 }
