@@ -5,15 +5,14 @@ which other libraries reach for; they keep their signatures too.
 """
 
 from . import layers
-from .attention import (
-    flash_attn_func,
+from .attention import flash_attn_func, flash_attn_varlen_func
+from .attention_op import check_inputs
+from .attention_packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .attention_op import check_inputs
 from .attention_private import (
     _flash_attn_backward,  # noqa: F401
     _flash_attn_forward,  # noqa: F401

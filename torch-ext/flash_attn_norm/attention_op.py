@@ -15,6 +15,7 @@ from .arguments import (
     check_whole_number,
     refuse_forward_mode,
 )
+from .attention_shapes import check_shapes
 
 _check_values = False
 
@@ -184,16 +185,6 @@ def checks_values() -> bool:
     return _check_values
 
 
-def refuse_other_devices(q: Tensor, **tensors: Optional[Tensor]) -> None:
-    """For fakes: the op does this too, but with a tensor on "meta" torch calls the fake instead."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} but q is on {q.device}; all tensors of a call must "
-                "be on one device"
-            )
-
-
 @torch.library.register_fake(add_op_namespace_prefix("attention_fwd"))
 def _attention_fwd_fake(
     q,
@@ -214,24 +205,8 @@ def _attention_fwd_fake(
     deterministic,
     check_values,
 ):
-    refuse_other_devices(
-        q,
-        k=k,
-        v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        alibi_slopes=alibi_slopes,
-        s_aux=s_aux,
-        attn_bias=attn_bias,
-        rng_state=rng_state,
-    )
+    check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, s_aux, attn_bias, rng_state)
     packed = cu_seqlens_q is not None
-    rank = 3 if packed else 4
-    if q.dim() != rank or v.dim() != rank:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and v has shape {tuple(v.shape)}; both must have {rank} "
-            "dimensions"
-        )
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # (num_heads_q, total_q) packed, (batch_size, num_heads_q, seqlen_q) dense
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import check_flag, check_number, check_optional_tensor, check_tensor
-from .attention_op import check_window_size, checks_values, refuse_other_devices
+from .attention_op import check_window_size, checks_values
+from .attention_shapes import refuse_other_devices
 
 
 def check_inference(function: str, **tensors: Optional[Tensor]) -> None:

@@ -1,0 +1,173 @@
+"""Devices, dtypes and shapes that the attention ops refuse, for their fakes: a call on "meta"
+tensors and a trace end with the errors of a real call."""
+
+from typing import Callable, Optional, Union
+
+import torch
+from torch import SymBool, Tensor
+
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_HEAD_DIM = 512
+_SHAPES = {
+    False: {
+        "q": "(batch_size, seqlen_q, num_heads_q, head_dim)",
+        "k": "(batch_size, seqlen_k, num_heads_kv, head_dim)",
+        "v": "(batch_size, seqlen_k, num_heads_kv, head_dim_v)",
+        "attn_bias": "(1 or batch_size, 1 or num_heads_q, 1 or seqlen_q, seqlen_k)",
+    },
+    True: {
+        "q": "(total_q, num_heads_q, head_dim)",
+        "k": "(total_k, num_heads_kv, head_dim)",
+        "v": "(total_k, num_heads_kv, head_dim_v)",
+        "attn_bias": "(1 or num_heads_q, 1 or total_q, max_seqlen_k)",
+    },
+}
+
+
+def check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Optional[Tensor],
+    cu_seqlens_k: Optional[Tensor],
+    alibi_slopes: Optional[Tensor],
+    s_aux: Optional[Tensor],
+    attn_bias: Optional[Tensor],
+    rng_state: Optional[Tensor],
+) -> None:
+    """Raises the op's ValueError for tensors that do not go together."""
+    extras = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "attn_bias": attn_bias}
+    indices = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    refuse_other_devices(q, k=k, v=v, **indices, **extras, rng_state=rng_state)
+    _require(
+        q.dtype == k.dtype == v.dtype,
+        lambda: (
+            f"q, k and v must have one dtype, but q is {q.dtype}, k is {k.dtype} and v is "
+            f"{v.dtype}; cast them to one, e.g. q.to(v.dtype) and k.to(v.dtype)"
+        ),
+    )
+    _require(
+        q.dtype in _FLOAT_DTYPES,
+        lambda: f"q, k and v have dtype {q.dtype}; allowed are torch.bfloat16 and torch.float16",
+    )
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        _check_rank(name, value, packed)
+    _check_sizes(q, k, v, packed)
+    batch_size = q.shape[0]
+    if packed:
+        for name, value in indices.items():
+            _check_index_tensor(name, value)
+        batch_size = cu_seqlens_q.shape[0] - 1
+    _check_extras(q, k, packed, batch_size, **extras)
+
+
+def _require(condition: Union[bool, SymBool], message: Callable[[], str]) -> None:
+    # Where sizes are known only when the graph runs, torch turns this into a check of that time.
+    torch._check_value(condition, message)
+
+
+def refuse_other_devices(q: Tensor, **tensors: Optional[Tensor]) -> None:
+    """The op does this too, but with a tensor on "meta" torch calls the fake instead."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} but q is on {q.device}; all tensors of a call must "
+                "be on one device"
+            )
+
+
+def _check_rank(name: str, tensor: Tensor, packed: bool) -> None:
+    rank = 3 if packed else 4
+    if tensor.dim() != rank:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, {tensor.dim()} dimensions; expected {rank}: "
+            f"{_SHAPES[packed][name]}"
+        )
+
+
+def _check_sizes(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    if not packed:
+        _require(
+            (k.shape[0] == q.shape[0]) & (v.shape[0] == q.shape[0]),
+            lambda: (
+                f"q, k and v have batch sizes {q.shape[0]}, {k.shape[0]} and {v.shape[0]}; they "
+                "must be equal"
+            ),
+        )
+    _require(
+        k.shape[-3] == v.shape[-3],
+        lambda: f"k has {k.shape[-3]} rows and v has {v.shape[-3]}; they must be equal",
+    )
+    num_heads_q, num_heads_kv = q.shape[-2], k.shape[-2]
+    _require(
+        v.shape[-2] == num_heads_kv,
+        lambda: f"k has {num_heads_kv} heads and v has {v.shape[-2]}; they must be equal",
+    )
+    if num_heads_kv < 1 or num_heads_q < 1 or num_heads_q % num_heads_kv != 0:
+        raise ValueError(
+            f"q has {num_heads_q} heads and k and v have {num_heads_kv}; num_heads_q must be a "
+            "positive multiple of num_heads_kv"
+        )
+    _require(
+        q.shape[-1] == k.shape[-1],
+        lambda: (
+            f"q has head_dim {q.shape[-1]} and k has head_dim {k.shape[-1]}; they must be equal "
+            "(only v may differ)"
+        ),
+    )
+    for name, tensor in (("q and k have", q), ("v has", v)):
+        head_dim = tensor.shape[-1]
+        if head_dim < 1 or head_dim > _MAX_HEAD_DIM:
+            raise ValueError(f"{name} head_dim {head_dim}; allowed are 1 to {_MAX_HEAD_DIM}")
+
+
+def _check_index_tensor(name: str, tensor: Optional[Tensor]) -> None:
+    if tensor is None:
+        raise ValueError(
+            f"{name} is missing; packed attention takes both cu_seqlens_q and cu_seqlens_k"
+        )
+    if tensor.dim() != 1 or tensor.dtype != torch.int32:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must be "
+            "torch.int32 of shape (batch_size + 1,)"
+        )
+
+
+def _check_extras(
+    q: Tensor,
+    k: Tensor,
+    packed: bool,
+    batch_size: int,
+    alibi_slopes: Optional[Tensor],
+    s_aux: Optional[Tensor],
+    attn_bias: Optional[Tensor],
+) -> None:
+    num_heads_q = q.shape[-2]
+    if alibi_slopes is not None:
+        allowed = [(num_heads_q,), (batch_size, num_heads_q)]
+        if tuple(alibi_slopes.shape) not in allowed:
+            raise ValueError(
+                f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; allowed are (num_heads_q,) = "
+                f"{allowed[0]} and (batch_size, num_heads_q) = {allowed[1]}"
+            )
+    if s_aux is not None and tuple(s_aux.shape) != (num_heads_q,):
+        raise ValueError(
+            f"s_aux has shape {tuple(s_aux.shape)}; it must be (num_heads_q,) = ({num_heads_q},)"
+        )
+    if attn_bias is None:
+        return
+    sizes = (num_heads_q, q.shape[0]) if packed else (batch_size, num_heads_q, q.shape[1])
+    fits = attn_bias.dim() == len(sizes) + 1
+    if fits:
+        for found, size in zip(attn_bias.shape, sizes):
+            fits = fits & ((found == 1) | (found == size))
+        if not packed:
+            fits = fits & (attn_bias.shape[-1] == k.shape[1])
+    _require(
+        fits,
+        lambda: (
+            f"attn_bias has shape {tuple(attn_bias.shape)}; it must be "
+            f"{_SHAPES[packed]['attn_bias']}"
+        ),
+    )
