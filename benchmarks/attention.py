@@ -18,6 +18,7 @@ from kernels import get_local_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_cuda import measure_cuda
+from benchmarks.attention_features import measure_features, measure_largest_head_dim
 from benchmarks.record import write_record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -145,6 +146,8 @@ def main() -> None:
     args.seqlens = args.seqlens or [2**n for n in range(9, 15 if on_gpu else 13)]
     if on_gpu:
         figures = measure_cuda(kernel, args.head_dims, args.seqlens, args.turns)
+        figures += measure_features(kernel, args.turns)
+        figures += measure_largest_head_dim(kernel, args.turns)
     else:
         figures = measure_cpu(kernel, args)
     if not args.no_record:

@@ -141,38 +141,6 @@ def print_figure(figure: dict) -> None:
     )
 
 
-def feature_options(cell: dict) -> dict:
-    """{feature: keyword arguments}."""
-    heads, seqlen = cell["num_heads_q"], cell["seqlen"]
-    bias = torch.randn(1, heads, seqlen, seqlen, dtype=torch.bfloat16, device="cuda")
-    return {
-        "none": {},
-        "deterministic": {"deterministic": True},
-        "s_aux": {"s_aux": torch.randn(heads, device="cuda")},
-        "window 1024": {"window_size": (1024, 0)},
-        "softcap": {"softcap": 30.0},
-        "alibi": {"alibi_slopes": torch.rand(heads, device="cuda")},
-        "dropout": {"dropout_p": 0.1},
-        "attn_bias": {"attn_bias": bias},
-    }
-
-
-def measure_features(kernel, turns: int) -> list:
-    """What each feature costs, one figure per feature and pass."""
-    cell = {"batch_size": 4, "seqlen": 4096, "num_heads_q": 16, "num_heads_kv": 16}
-    cell.update({"head_dim": 128, "causal": True})
-    tensors = random_inputs(cell, torch.bfloat16)
-    figures = []
-    for feature, options in feature_options(cell).items():
-        passes = ours(kernel, cell, tensors, **options)
-        for which, run in passes.items():
-            seconds = median([burst_seconds(run) for _ in range(turns)])
-            figures.append({"pass": which, "feature": feature, **cell})
-            figures[-1]["flash_attn_norm_ms"] = round(seconds * 1e3, 4)
-            print(f"{feature:14} {which:9}{seconds * 1e3:8.3f} ms", flush=True)
-    return figures
-
-
 def cells(head_dims: list, seqlens: list) -> list:
     """Equal work in every cell of a head dim, as FlashAttention's papers have it; GQA at 128."""
     heads = [(d, HIDDEN // d, HIDDEN // d) for d in head_dims]
@@ -209,4 +177,4 @@ def measure_cuda(kernel, head_dims: list, seqlens: list, turns: int) -> list:
     figures = []
     for cell in cells(head_dims, seqlens):
         figures += measure_cell(kernel, cell, torch.bfloat16, turns)
-    return figures + geometric_means(figures) + measure_features(kernel, turns)
+    return figures + geometric_means(figures)
