@@ -96,7 +96,7 @@ $(VENV)/%.stamp: requirements/*.txt
 .dev/torch-%.stamp:
 	$(PYTHON) -m venv .dev/torch-$*
 	.dev/torch-$*/bin/python -m pip install --quiet --disable-pip-version-check torch==$* \
-	    $$(grep -hE '^(kernels|numpy|pytest|transformers)==' requirements/*.txt)
+	    $$(grep -hE '^(hypothesis|kernels|numpy|pytest|transformers)[=>]=' requirements/*.txt)
 	@touch $@
 
 .PRECIOUS: $(VENV)/%.stamp .dev/torch-%.stamp
