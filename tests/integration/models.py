@@ -25,6 +25,8 @@ from transformers import (
 )
 
 ATTENTION = "org/flash-attn-norm@v1"
+# The 2 makes Transformers use flash_attn_with_kvcache, with block tables, in continuous batching.
+ATTENTION_WITH_CACHE = "org/flash-attn-norm@v2"
 VOCAB_SIZE = 96
 SLIDING_WINDOW = 8  # shorter than the sequences below, so that it cuts
 

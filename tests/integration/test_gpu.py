@@ -1,9 +1,12 @@
 """Transformers on a GPU: attention and KernelConfig's norms in bfloat16, against eager."""
 
+import functools
+
 import pytest
 import torch
 from integration.models import (
     ATTENTION,
+    ATTENTION_WITH_CACHE,
     CONFIGS,
     accept_in_gpt_oss,
     assert_no_worse,
@@ -13,7 +16,13 @@ from integration.models import (
     run,
     run_one_by_one,
 )
-from transformers import AutoModelForCausalLM, KernelConfig
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    KernelConfig,
+    modeling_flash_attention_utils,
+)
 
 pytestmark = pytest.mark.gpu
 BF16 = {"dtype": torch.bfloat16}
@@ -105,3 +114,47 @@ def test_generate(family):
     stepwise = torch.stack(result.logits, dim=1).float()
     exact = eager(family, torch.float64)(result.sequences).logits[:, 32:-1].float()
     assert (stepwise - exact).norm() <= 2 * (whole - exact).norm()
+
+
+def test_continuous_batching(kernel, monkeypatch):
+    """Decode steps go through block tables and CUDA graphs. Each token is one that a bfloat16 model
+    may choose: its exact logit is the largest but for twice eager's own error."""
+    steps = []
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    monkeypatch.setattr(kernel, "flash_attn_with_kvcache", _recording(kernel, steps))
+    prompts = [random_tokens(length).tolist() for length in (3, 170, 40, 255, 256, 257)]
+    config = GenerationConfig(
+        max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
+    )
+    sizes = ContinuousBatchingConfig(page_size=256, num_blocks=64, max_batch_tokens=512)
+    long = {"max_position_embeddings": 512}
+    model = make_model("qwen3", ATTENTION_WITH_CACHE, **BF16, **long).cuda()
+    outputs = model.generate_batch(
+        inputs=prompts, generation_config=config, continuous_batching_config=sizes
+    )
+    assert steps
+    assert len(outputs) == len(prompts)
+    weights = {"weights_dtype": torch.bfloat16, **long}
+    plain = make_model("qwen3", "eager", torch.bfloat16, **weights).cuda()
+    exact = make_model("qwen3", "eager", torch.float64, **weights).cuda()
+    for output in outputs.values():
+        tokens = torch.tensor([[*output.prompt_ids, *output.generated_tokens]]).cuda()
+        chosen = tokens[0, len(output.prompt_ids) :]
+        assert len(chosen) == 40
+        with torch.no_grad():
+            rows = slice(len(output.prompt_ids) - 1, -1)
+            wanted, in_bf16 = (m(tokens).logits[0, rows].double() for m in (exact, plain))
+        slack = 2 * (in_bf16 - wanted).abs().max()
+        behind = wanted.max(dim=-1).values - wanted.gather(1, chosen[:, None])[:, 0]
+        assert (behind <= 2 * slack).all()
+
+
+def _recording(kernel, steps):
+    function = kernel.flash_attn_with_kvcache
+
+    @functools.wraps(function)
+    def record(*arguments, **keywords):
+        steps.append(keywords["block_table"].shape)
+        return function(*arguments, **keywords)
+
+    return record

@@ -1,0 +1,48 @@
+"""What users of other libraries reported about key-value caches, as tests."""
+
+import math
+
+import pytest
+import torch
+from errors import assert_same_bits
+
+from .kvcache_comparison import check, lengths_tensor, make_case, run_ours
+from .test_kvcache_refusals import refused_whole
+
+
+@pytest.mark.parametrize("head_dim", [46, 48, 64])
+def test_cache_rows_of_odd_pitch(kernel, bf16_place, head_dim):
+    """vllm-project/vllm#45466: a row of 46 elements begins at no multiple of 16 bytes."""
+    case = make_case(bf16_place, [0, 3], 1, 40, (4, 2), head_dim, page_size=16)
+    _, _, *caches = run_ours(kernel, case, causal=True)
+    for name, cache in zip(("k", "v"), caches, strict=True):
+        for batch, first in enumerate([0, 3]):
+            positions = torch.arange(first, first + 40, device=cache.device)
+            pages = case["block_table"][batch][positions // 16].long()
+            assert_same_bits(name, cache[pages, positions % 16], case[name][batch])
+    check(kernel, case, causal=True)
+
+
+@pytest.mark.parametrize(("length", "new"), [(600, 0), (510, 8)])
+def test_lengths_behind_the_page_table(kernel, bf16_place, length, new):
+    """Dao-AILab/flash-attention#2711: 2 pages of 256."""
+    shape = (2, 256, 2, 64)
+    case = {
+        "q": torch.randn(1, 1, 4, 64, **bf16_place),
+        "k_cache": torch.randn(shape, **bf16_place),
+        "v_cache": torch.randn(shape, **bf16_place),
+        "block_table": lengths_tensor([[1, 0]], bf16_place),
+    }
+    if new:
+        case |= {name: torch.randn(1, new, 2, 64, **bf16_place) for name in ("k", "v")}
+    room = "the page table has room for 512 (2 pages of 256)"
+    refused_whole(kernel, case, room, str(length), cache_seqlens=length)
+    lengths = lengths_tensor([length], bf16_place)
+    if bf16_place["device"].type == "cpu":
+        refused_whole(kernel, case, room, f"[0] is {length}", cache_seqlens=lengths)
+        return
+    # The host does not read them there: rows that do not fit are left out.
+    out, lse, k_cache, _ = run_ours(kernel, {**case, "cache_seqlens": lengths}, causal=True)
+    assert math.isfinite(out.float().sum().item() + lse.sum().item())
+    kept = k_cache.flatten(0, 1)[: 254 if new else 256]  # the second page
+    assert_same_bits("k_cache", kept, case["k_cache"].flatten(0, 1)[: len(kept)])
