@@ -8,6 +8,7 @@
 #include "attention/attention.h"
 #include "attention/bwd_passes.h"
 #include "attention/sm80/launch.h"
+#include "attention/sm90/bwd_launch.h"
 #include "common/check.h"
 #include "common/dispatch.h"
 
@@ -87,7 +88,13 @@ void with_bwd_class(const AttentionProblem& problem, const sm80::DeviceLimits& d
     });
 }
 
+bool uses_hopper_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& device) {
+    return device.capability_major == 9 && device.capability_minor == 0 &&
+           sm90::can_run_bwd(params);
+}
+
 BwdPlan plan_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& device) {
+    if (uses_hopper_bwd(params, device)) return sm90::plan_bwd(params, device.num_sms);
     BwdPlan plan;
     with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
         plan = sm80::plan_bwd<head_dim.value, head_dim_v.value, small.value>(params, device);
@@ -120,10 +127,14 @@ void attention_bwd(const AttentionBwdParams& params, void* stream) {
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const BwdPlan plan = plan_bwd(params, device);
     bwd_preprocess(params, plan, cuda_stream);
-    with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
-        sm80::launch_bwd<head_dim.value, head_dim_v.value, small.value>(params, plan, device,
-                                                                        cuda_stream);
-    });
+    if (uses_hopper_bwd(params, device)) {
+        sm90::launch_bwd(params, plan, device.num_sms, cuda_stream);
+    } else {
+        with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
+            sm80::launch_bwd<head_dim.value, head_dim_v.value, small.value>(params, plan, device,
+                                                                            cuda_stream);
+        });
+    }
     bwd_postprocess(params, plan, cuda_stream);
 }
 

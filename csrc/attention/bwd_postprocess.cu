@@ -19,8 +19,9 @@ struct GradientTiles {
     bool of_queries = false;
 };
 
-/// Transposes one tile of sums from register order to rows, through shared memory.
-template <class Element>
+/// Transposes one tile of sums from register order to rows, through shared memory. kVector as in
+/// AccumulatorLayout.
+template <class Element, int kVector>
 __global__ void round_kernel(const __grid_constant__ AttentionProblem problem,
                              const __grid_constant__ GradientTiles tiles) {
     extern __shared__ __align__(16) uint16_t shared_tile[];
@@ -40,17 +41,43 @@ __global__ void round_kernel(const __grid_constant__ AttentionProblem problem,
     const int lane = thread % 32, warp = thread / 32;
     const int pitch = layout.columns + 8;
     const int row = warp % layout.warps_rows * layout.tiles_rows * 16 + lane / 4;
-    const int column = warp / layout.warps_rows * layout.tiles_columns * 8 + 2 * (lane % 4);
-    const float* sums = tiles.sums + int64_t{blockIdx.x} * layout.entries() + thread;
-    for (int m = 0; m < layout.tiles_rows; ++m) {
-#pragma unroll 4
+    const int column_in_warp = 2 * (lane % 4);
+    const int column = warp / layout.warps_rows * layout.tiles_columns * 8 + column_in_warp;
+    const int transposed_row = warp * 16 + lane / 4;
+    const float* sums = tiles.sums + int64_t{blockIdx.x} * layout.entries();
+    const auto put = [&](int m, int n, float e0, float e1, float e2, float e3) {
+        if (kVector == 4 && layout.transposed) {
+            uint16_t* place = shared_tile + (column_in_warp + 8 * n) * pitch + transposed_row;
+            const uint32_t low = Element::pack(e0 * tiles.scale, e1 * tiles.scale);
+            const uint32_t high = Element::pack(e2 * tiles.scale, e3 * tiles.scale);
+            place[0] = static_cast<uint16_t>(low);
+            place[pitch] = static_cast<uint16_t>(low >> 16);
+            place[8] = static_cast<uint16_t>(high);
+            place[pitch + 8] = static_cast<uint16_t>(high >> 16);
+            return;
+        }
+        uint16_t* place = shared_tile + (row + 16 * m) * pitch + column + 8 * n;
+        *reinterpret_cast<uint32_t*>(place) = Element::pack(e0 * tiles.scale, e1 * tiles.scale);
+        *reinterpret_cast<uint32_t*>(place + 8 * pitch) =
+            Element::pack(e2 * tiles.scale, e3 * tiles.scale);
+    };
+    if constexpr (kVector == 4) {
+        const float4* entries = reinterpret_cast<const float4*>(sums) +
+                                thread / 128 * (layout.tiles_columns * 128) + thread % 128;
+#pragma unroll 8
         for (int n = 0; n < layout.tiles_columns; ++n) {
-            const float* entry = sums + (m * layout.tiles_columns + n) * 4 * layout.threads;
-            uint16_t* place = shared_tile + (row + 16 * m) * pitch + column + 8 * n;
-            *reinterpret_cast<uint32_t*>(place) =
-                Element::pack(entry[0] * tiles.scale, entry[layout.threads] * tiles.scale);
-            *reinterpret_cast<uint32_t*>(place + 8 * pitch) = Element::pack(
-                entry[2 * layout.threads] * tiles.scale, entry[3 * layout.threads] * tiles.scale);
+            const float4 entry = entries[n * 128];
+            put(0, n, entry.x, entry.y, entry.z, entry.w);
+        }
+    } else {
+        sums += thread;
+        for (int m = 0; m < layout.tiles_rows; ++m) {
+#pragma unroll 4
+            for (int n = 0; n < layout.tiles_columns; ++n) {
+                const float* entry = sums + (m * layout.tiles_columns + n) * 4 * layout.threads;
+                put(m, n, entry[0], entry[layout.threads], entry[2 * layout.threads],
+                    entry[3 * layout.threads]);
+            }
         }
     }
     __syncthreads();
@@ -124,8 +151,10 @@ void round_tiles(const AttentionProblem& problem, const GradientTiles& tiles, cu
     const int64_t ctas = slots.count() * tiles.num_heads;
     if (ctas == 0) return;
     const int bytes = layout.rows * (layout.columns + 8) * 2;
-    const auto kernel =
-        problem.dtype == DType::kBFloat16 ? round_kernel<BFloat16> : round_kernel<Float16>;
+    const bool vectors = layout.vector == 4;
+    const auto kernel = problem.dtype == DType::kBFloat16
+                            ? (vectors ? round_kernel<BFloat16, 4> : round_kernel<BFloat16, 1>)
+                            : (vectors ? round_kernel<Float16, 4> : round_kernel<Float16, 1>);
     kernel<<<static_cast<unsigned>(ctas), layout.threads, bytes, stream>>>(problem, tiles);
     check_launch("attention backward, postprocess");
 }

@@ -8,14 +8,18 @@
 namespace flash_attn_norm {
 
 /// How a tile of fp32 sums lies in memory: in the order of the main kernel's registers, so that
-/// each warp adds 128 contiguous bytes at a time. Entry i of thread t is at i * threads + t.
+/// each warp adds contiguous bytes at a time. With vector = 1 entry i of thread t is at
+/// i * threads + t. With vector = 4 a warpgroup's part is contiguous, and entries 4 i to 4 i + 3 of
+/// its thread t are at 4 (i * 128 + t).
 struct AccumulatorLayout {
     int rows = 0;
     int columns = 0;
     int threads = 0;
-    int warps_rows = 0;     // warp w holds row group w % warps_rows, column group w / warps_rows
-    int tiles_rows = 0;     // tiles of 16 rows of a warp
-    int tiles_columns = 0;  // tiles of 8 columns of a warp
+    int warps_rows = 0;       // warp w holds row group w % warps_rows, column group w / warps_rows
+    int tiles_rows = 0;       // tiles of 16 rows of a warp
+    int tiles_columns = 0;    // tiles of 8 columns of a warp
+    int vector = 1;           // entries of a thread that lie side by side
+    bool transposed = false;  // the warps' tiles are those of the transposed sums
 
     FAN_HOST_DEVICE int64_t entries() const { return int64_t{rows} * columns; }
 };
@@ -37,6 +41,15 @@ struct BwdWorkspace {
     int64_t accum_bytes = 0;  // of dk_accum and dv_accum together
     int64_t total_bytes = 0;
 };
+
+/// CTAs that share the query heads of a K/V head: the fewest that divide the group and give at
+/// least `wanted` CTAs; all of the group if that is still too few.
+inline int head_splits(int group_size, int64_t ctas, int64_t wanted) {
+    for (int splits = 1; splits < group_size; ++splits) {
+        if (group_size % splits == 0 && ctas * splits >= wanted) return splits;
+    }
+    return group_size;
+}
 
 /// How the backward pass is cut, as the kernels of one size class want it.
 struct BwdPlan {

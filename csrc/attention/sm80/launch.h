@@ -59,15 +59,6 @@ inline bool needs_general_kernel(const AttentionProblem& problem) {
 template <int kHeadDim, int kHeadDimV>
 void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream);
 
-/// CTAs that share the query heads of a K/V head: the fewest that divide the group and give at
-/// least `wanted` CTAs; all of the group if that is still too few.
-inline int head_splits(int group_size, int64_t ctas, int64_t wanted) {
-    for (int splits = 1; splits < group_size; ++splits) {
-        if (group_size % splits == 0 && ctas * splits >= wanted) return splits;
-    }
-    return group_size;
-}
-
 /// kSmall: the tiles for cards with less than kLargeShared bytes of shared memory per block.
 constexpr int kLargeShared = 163 * 1024;
 

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "attention/sm90/bwd_block.cuh"
+#include "attention/sm90/encode_tensor_map.h"
+#include "attention/sm90/tensor_map.h"
+#include "common/check.h"
+
+/// Host code that the launchers of the backward kernels share.
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// Lets a kernel have more shared memory than 48 KB. `allowed` is the kernel's own: a bit for each
+/// device that knows, for the call takes CUDA's lock.
+inline void allow_bwd_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& allowed) {
+    int device = 0;
+    FAN_CUDA_CHECK(cudaGetDevice(&device));
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if ((allowed.load(std::memory_order_acquire) & bit) != 0) return;
+    FAN_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    allowed.fetch_or(bit, std::memory_order_release);
+}
+
+/// The maps of the operands and gradients: copies of tiles of QLayout, DoutLayout, KLayout and
+/// VLayout.
+template <class QLayout, class DoutLayout, class KLayout, class VLayout>
+void map_operands(const AttentionBwdParams& params, BwdArgs& args) {
+    const AttentionProblem& problem = params.problem;
+    const TensorShape q = query_shape(problem, problem.head_dim);
+    const TensorShape out = query_shape(problem, problem.head_dim_v);
+    const TensorShape k = key_shape(problem, problem.head_dim);
+    const TensorShape v = key_shape(problem, problem.head_dim_v);
+    const auto map = [&](auto layout, const TensorShape& shape, const TensorStrides& strides,
+                         const void* data) {
+        using Layout = decltype(layout);
+        return encode_tensor_map(tensor_map_shape<Layout::kColumns>(shape, strides, Layout::kRows),
+                                 data, problem.dtype);
+    };
+    args.q = map(QLayout{}, q, params.q_strides, params.q);
+    args.dout = map(DoutLayout{}, out, params.dout_strides, params.dout);
+    args.k = map(KLayout{}, k, params.k_strides, params.k);
+    args.v = map(VLayout{}, v, params.v_strides, params.v);
+    args.dk = map(KLayout{}, k, contiguous_strides(k), params.dk);
+    args.dv = map(VLayout{}, v, contiguous_strides(v), params.dv);
+}
+
+/// All but the maps. Returns the number of tiles.
+inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, int tile_keys,
+                         int tiles_at_once, BwdArgs& args) {
+    args.order = bwd_tile_order(params.problem, plan.head_splits, tile_keys, tiles_at_once);
+    args.params = params;
+    args.workspace = plan.carve(params);
+    args.head_splits = plan.head_splits;
+    const int64_t tiles = int64_t{args.order.units} * args.order.blocks;
+    if (tiles > 1 << 30) {
+        throw std::invalid_argument(
+            "attention backward needs " + std::to_string(tiles) +
+            " blocks for this many keys and heads, more than the 2^30 that it may have; split the "
+            "batch");
+    }
+    return static_cast<int>(tiles);
+}
+
+/// CTAs (or clusters) that share a K/V head's group, so that `tiles_at_once` of them have work.
+inline int bwd_head_splits(const AttentionProblem& problem, int tile_keys, int tiles_at_once) {
+    const int64_t tiles = BlockSlots::keys(problem, tile_keys).count() * problem.num_heads_kv;
+    const bool masked = problem.window_left >= 0 || problem.window_right >= 0;
+    return head_splits(problem.group_size(), tiles, masked ? 2 * tiles_at_once : tiles_at_once);
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

@@ -1,0 +1,184 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "attention/bwd_workspace.h"
+#include "attention/mask.h"
+#include "attention/online_softmax.cuh"
+#include "attention/sm90/bwd_tile_order.h"
+#include "attention/tile_scheduler.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/shared_address.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+
+/// What the backward kernels of Hopper share.
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// Named barriers of the backward kernels; 0 is __syncthreads(). The last two are one for each
+/// consumer warpgroup.
+enum BwdBarrier : int {
+    kConsumersMeet = 1,
+    kDqReady = 2,
+    kDqFree = 4,
+};
+constexpr int kHandOverThreads = 128 + 32;  // of a warpgroup and the warp that takes its dQ
+
+/// Arguments of a main kernel.
+struct BwdArgs {
+    CUtensorMap q, k, v, dout, dk, dv;
+    AttentionBwdParams params;
+    BwdWorkspace workspace;
+    BwdTileOrder order;
+    int head_splits = 1;
+};
+
+/// One CTA's share of the backward pass: the block of keys that it holds, the query heads of the
+/// group and the query blocks that pass by. One thread finds it and leaves it in shared memory, so
+/// that no registers keep it during the main loop.
+struct BwdTile {
+    // Keys
+    int batch = 0;  // to multiply a stride with
+    int kv_head = 0;
+    int key_row = 0;     // first row of the block in k and v
+    int first_key = 0;   // likewise, inside the sequence
+    int keys = 0;        // of the sequence from there on; none if not positive
+    int accum_tile = 0;  // of dk_accum and dv_accum
+    // Queries
+    int head_begin = 0, head_end = 0;
+    int query_row = 0;  // first row of the sequence in q
+    int seqlen_q = 0;
+    int first_tile = 0;  // of head 0: tiles are counted over [num_heads_q, query slots]
+    int tiles_per_head = 0;
+    int begin = 0, end = 0;            // query blocks
+    int full_begin = 0, full_end = 0;  // of these, those without a masked score
+    // Key first_key + j is seen by the rows i with j + row_begin <= i < j + row_end, cut to ints.
+    int row_begin = 0, row_end = 0;
+
+    /// False for a slot of a packed problem that no keys fall into.
+    __device__ __forceinline__ bool used() const { return head_begin < head_end; }
+    __device__ __forceinline__ bool has_queries() const { return begin < end; }
+
+    /// Tile `tile` of `args`, kTileKeys keys, of which this CTA has kKeys from `offset` on. All of
+    /// its CTAs go through the same query blocks.
+    template <int kTileKeys, int kKeys, int kBlockM>
+    __device__ static BwdTile make(const BwdArgs& args, int index, int offset);
+};
+
+template <int kTileKeys, int kKeys, int kBlockM>
+__device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
+    const AttentionProblem& problem = args.params.problem;
+    const BwdTileOrder::Tile place = args.order.tile(index);
+    const BlockSlots slots = BlockSlots::keys(problem, kTileKeys);
+    const int heads = problem.num_heads_kv * args.head_splits;
+    const int head_split = place.unit % heads;
+    int64_t sequence = place.unit / heads, block = place.block;
+    if (problem.is_packed()) {
+        sequence = slots.batch_of(block);
+        block -= slots.first_slot(sequence);
+    }
+    const SeqlenInfo info = seqlen_info_or_uncovered(problem, sequence, /*of_queries=*/false);
+    const int64_t tile_key = block * kTileKeys;
+    BwdTile tile;
+    if (block < 0 || tile_key >= info.seqlen_k) return tile;  // an unused slot
+
+    const int64_t first_key = tile_key + offset;
+    tile.batch = static_cast<int>(info.batch);
+    tile.kv_head = head_split / args.head_splits;
+    tile.key_row = static_cast<int>(info.row_k + first_key);
+    tile.first_key = static_cast<int>(first_key);
+    tile.keys = static_cast<int>(info.seqlen_k - first_key);
+    const BlockSlots key_slots = BlockSlots::keys(problem, kKeys);
+    tile.accum_tile = static_cast<int>(tile.kv_head * key_slots.count() +
+                                       key_slots.first_slot(sequence) + first_key / kKeys);
+    const int heads_per_split = problem.group_size() / args.head_splits;
+    tile.head_begin =
+        tile.kv_head * problem.group_size() + head_split % args.head_splits * heads_per_split;
+    tile.head_end = tile.head_begin + heads_per_split;
+
+    const BlockSlots query_slots = BlockSlots::queries(problem, kBlockM);
+    tile.query_row = static_cast<int>(info.row_q);
+    tile.seqlen_q = static_cast<int>(info.seqlen_q);
+    tile.first_tile = static_cast<int>(query_slots.first_slot(sequence));
+    tile.tiles_per_head = static_cast<int>(query_slots.count());
+    const Mask mask{info.seqlen_q, info.seqlen_k, problem.window_left, problem.window_right};
+    const int64_t tile_end = tile_key + kTileKeys;
+    const BlockRange range =
+        query_blocks(mask, tile_key, tile_end < info.seqlen_k ? tile_end : info.seqlen_k, kBlockM);
+    tile.begin = range.begin;
+    tile.end = range.end;
+    if (tile.keys < kKeys) {
+        tile.full_begin = tile.full_end = range.end;  // keys past the sequence are masked
+    } else {
+        const BlockRange own = query_blocks(mask, first_key, first_key + kKeys, kBlockM);
+        // Rows past a dense sequence are zeros with probability 0 and need no mask.
+        const bool open = !problem.is_packed() && problem.window_left < 0;
+        tile.full_begin = max(range.begin, min(own.full_begin, range.end));
+        tile.full_end = max(tile.full_begin, open ? range.end : min(own.full_end, range.end));
+    }
+    const auto cut = [&](int64_t bound) {
+        return static_cast<int>(bound < -info.seqlen_k  ? -info.seqlen_k
+                                : bound > info.seqlen_q ? info.seqlen_q
+                                                        : bound);
+    };
+    const int64_t to_row = first_key - mask.shift();
+    tile.row_begin = cut(mask.window_right < 0 ? -info.seqlen_k : to_row - mask.window_right);
+    tile.row_end = cut(mask.window_left < 0 ? info.seqlen_q : to_row + mask.window_left + 1);
+    return tile;
+}
+
+/// Waits for the phase of this parity.
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
+    while (!ptx::mbarrier_try_wait(barrier, parity)) {
+    }
+}
+
+/// Fills rows [first_row, kRows) of a tile with zeros: what lies there belongs to the next packed
+/// sequence and may be NaN, which a probability of 0 does not remove. Called by kThreads threads;
+/// the tile may be read after fence and barrier.
+template <class Layout, int kThreads>
+__device__ __forceinline__ void zero_rows(unsigned char* tile, int first_row, int thread) {
+    constexpr int kUnits = Layout::kRowBytes / 16;
+    const int units = (Layout::kRows - first_row) * kUnits;
+#pragma unroll 1
+    for (int chunk = 0; chunk < Layout::kChunks; ++chunk) {
+        uint4* begin =
+            reinterpret_cast<uint4*>(tile + chunk * Layout::kChunkBytes) + first_row * kUnits;
+#pragma unroll 1
+        for (int i = thread; i < units; i += kThreads) begin[i] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+/// Writes the tile of a gradient, in shared memory, to its place. kThreads threads, from 128 on;
+/// thread 128 has bulk stores to commit and wait for.
+template <class Layout, int kThreads>
+__device__ __forceinline__ void store_gradient_tile(const unsigned char* rows,
+                                                    const CUtensorMap* map, void* gradient,
+                                                    int head_dim, const BwdTile& tile,
+                                                    const AttentionProblem& problem) {
+    if (problem.is_packed() && tile.keys < Layout::kRows) {  // the next sequence's rows follow
+        const int64_t row_stride = int64_t{problem.num_heads_kv} * head_dim;
+        uint16_t* out = static_cast<uint16_t*>(gradient) + tile.key_row * row_stride +
+                        int64_t{tile.kv_head} * head_dim;
+        const int units = head_dim / 8;
+#pragma unroll 1
+        for (int i = static_cast<int>(threadIdx.x) - 128; i < tile.keys * units; i += kThreads) {
+            const int row = i / units, unit = i % units;
+            *reinterpret_cast<uint4*>(out + row * row_stride + unit * 8) =
+                *reinterpret_cast<const uint4*>(rows + Layout::unit_offset(row, unit));
+        }
+    } else if (threadIdx.x == 128) {
+#pragma unroll 1
+        for (int c = 0; c < Layout::kChunks; ++c) {
+            ptx::tma_store_4d(map, ptx::shared_address(rows + c * Layout::kChunkBytes),
+                              c * Layout::kChunkColumns, tile.key_row, tile.kv_head, tile.batch);
+        }
+    }
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

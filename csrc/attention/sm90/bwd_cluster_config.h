@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/bwd_workspace.h"
+#include "attention/sm90/bwd_block.cuh"
+#include "attention/sm90/tile_layout.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// The backward kernel for head dims above 128: a cluster of two CTAs has 128 keys, 64 each, and
+/// both go through the same blocks of 64 query rows. Scores have queries as rows; P and dS pass
+/// through shared memory, and the CTAs exchange their dS, so that each has half of the columns of
+/// dQ over all 128 keys: half as many sums leave for memory as with 64 keys.
+template <class Element_, int kHeadDimV_>
+struct BwdClusterConfig {
+    using Element = Element_;
+    static constexpr int kHeadDim = 256;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr int kBlockM = 64;
+    static constexpr int kBlockN = 64;  // of one CTA
+    static constexpr int kTileKeys = 2 * kBlockN;
+    static constexpr int kWarpgroups = 2;  // consumers; one more loads
+    static constexpr int kConsumers = 128 * kWarpgroups;
+    static constexpr int kThreads = kConsumers + 128;
+    static constexpr int kStages = 2;  // of Q; dO has one
+    static constexpr int kLoaderRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    using ChunkLayout = TileLayout<64, 64>;
+    using QLayout = TileLayout<kBlockM, kHeadDim>;
+    using DoutLayout = TileLayout<kBlockM, kHeadDimV>;
+    using KLayout = TileLayout<kBlockN, kHeadDim>;
+    using VLayout = TileLayout<kBlockN, kHeadDimV>;
+    using PartnerKLayout = TileLayout<kBlockN, kHeadDim / 2>;
+    using SLayout = TileLayout<kBlockM, kBlockN>;  // of P and dS: queries x keys
+
+    static constexpr int kKeyColumns = kBlockN / kWarpgroups;  // of the scores of a warpgroup
+    static constexpr int kDqColumns = kHeadDim / 2 / kWarpgroups;
+    // Slices of 64 head dims: the rows of dK^T and dV^T that a warpgroup has
+    static constexpr int kSlices = kHeadDim / 64 / kWarpgroups;
+    static constexpr int kSlicesV = kHeadDimV / 64 / kWarpgroups;
+
+    static AccumulatorLayout dq_layout() {
+        return AccumulatorLayout{kBlockM, kHeadDim,       /*threads=*/512, /*warps_rows=*/4,
+                                 1,       kDqColumns / 8, /*vector=*/4};
+    }
+    static AccumulatorLayout key_gradient_layout(int head_dim) {
+        AccumulatorLayout layout{kBlockN,          head_dim, /*threads=*/2 * head_dim,
+                                 /*warps_rows=*/4, 1,        kBlockN / 8,
+                                 /*vector=*/4};
+        layout.transposed = true;
+        return layout;
+    }
+};
+
+/// Shared memory of a CTA. Tiles are aligned to the 1024 bytes of their swizzle's period.
+template <class Config>
+struct BwdClusterStorage {
+    static constexpr int kStages = Config::kStages;
+
+    alignas(1024) unsigned char k[Config::KLayout::kBytes];  // dK in the end
+    alignas(1024) unsigned char v[Config::VLayout::kBytes];  // dV in the end
+    alignas(1024) unsigned char partner_k[Config::PartnerKLayout::kBytes];
+    alignas(1024) unsigned char q[kStages][Config::QLayout::kBytes];
+    alignas(1024) unsigned char dout[Config::DoutLayout::kBytes];
+    alignas(1024) unsigned char p[Config::SLayout::kBytes];
+    alignas(1024) unsigned char ds[Config::SLayout::kBytes];
+    alignas(1024) unsigned char partner_ds[Config::SLayout::kBytes];
+    alignas(16) float lse_log2[kStages][Config::kBlockM];
+    alignas(16) float delta[Config::kBlockM];
+    BwdTile tile;
+    uint64_t kv_full;
+    uint64_t q_full[kStages], q_free[kStages];
+    uint64_t dout_full, dout_free;
+    uint64_t ds_full;  // the partner's dS has arrived
+    uint64_t ds_free;  // the partner has used the dS that it got
+};
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

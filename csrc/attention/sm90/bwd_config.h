@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/bwd_workspace.h"
+#include "attention/sm90/bwd_block.cuh"
+#include "attention/sm90/tile_layout.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// The backward kernel for head dims up to 128: 128 keys stay, kBlockM query rows pass by. Each of
+/// the two consumer warpgroups owns 64 keys: S^T and dP^T have keys as rows, so that P and dS are
+/// the A operands of dV and dK straight from registers.
+template <class Element_, int kHeadDim_, bool kGeneral_>
+struct BwdConfig {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr bool kGeneral = kGeneral_;  // has the code for softcap and ALiBi
+    static constexpr int kBlockM = kHeadDim == 64 ? 128 : 64;
+    static constexpr int kBlockN = 128;
+    static constexpr int kWarpgroups = 2;  // consumers; one more loads
+    static constexpr int kConsumers = 128 * kWarpgroups;
+    static constexpr int kThreads = kConsumers + 128;
+    static constexpr int kStages = 2;  // of Q and of dO
+    static constexpr int kLoaderRegisters = 24;
+    static constexpr int kConsumerRegisters = 240;
+
+    using QLayout = TileLayout<kBlockM, kHeadDim>;  // of dO as well
+    using KLayout = TileLayout<kBlockN, kHeadDim>;  // of V as well
+    using SLayout = TileLayout<kBlockM, kBlockN>;   // of dS: queries x keys
+
+    // dQ: each warpgroup has 64 rows or, of a tile with 64 rows, half of the columns.
+    static constexpr bool kDqByRows = kBlockM == 128;
+    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kWarpgroups;
+    static constexpr int kDqEntries = kBlockM * kHeadDim / kWarpgroups;  // of a warpgroup
+
+    static_assert(kBlockN == 64 * kWarpgroups, "64 keys for each warpgroup");
+    static_assert(kHeadDim % 64 == 0, "dQ columns are cut between chunks");
+
+    static AccumulatorLayout dq_layout() {
+        return AccumulatorLayout{kBlockM, kHeadDim,       kConsumers,  kDqByRows ? 8 : 4,
+                                 1,       kDqColumns / 8, /*vector=*/4};
+    }
+    static AccumulatorLayout key_gradient_layout() {
+        return AccumulatorLayout{kBlockN, kHeadDim, kConsumers, 8, 1, kHeadDim / 8, /*vector=*/4};
+    }
+};
+
+/// Shared memory of a CTA. Tiles are aligned to the 1024 bytes of their swizzle's period.
+template <class Config>
+struct BwdSharedStorage {
+    static constexpr int kStages = Config::kStages;
+
+    alignas(1024) unsigned char k[Config::KLayout::kBytes];  // dK in the end
+    alignas(1024) unsigned char v[Config::KLayout::kBytes];  // dV in the end
+    alignas(1024) unsigned char q[kStages][Config::QLayout::kBytes];
+    alignas(1024) unsigned char dout[kStages][Config::QLayout::kBytes];
+    alignas(1024) unsigned char ds[Config::SLayout::kBytes];
+    alignas(16) float dq[Config::kWarpgroups][Config::kDqEntries];
+    alignas(16) float lse_log2[kStages][Config::kBlockM];
+    alignas(16) float delta[kStages][Config::kBlockM];
+    BwdTile tile;
+    uint64_t kv_full;
+    uint64_t q_full[kStages], q_free[kStages];
+    uint64_t dout_full[kStages], dout_free[kStages];
+};
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

@@ -1,0 +1,56 @@
+#include <algorithm>
+
+#include "attention/sm90/bwd_launch.h"
+#include "attention/sm90/tensor_map.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+namespace {
+
+constexpr int kLargestHeadDim = 256;
+
+}  // namespace
+
+bool can_run_bwd(const AttentionBwdParams& params) {
+    const AttentionProblem& problem = params.problem;
+    const bool plain_scores = problem.softcap <= 0.0f && problem.alibi_slopes == nullptr &&
+                              problem.attn_bias == nullptr && problem.dropout_p <= 0.0f &&
+                              problem.softmax_scale > 0.0f;
+    if (!plain_scores || params.deterministic || params.dout == nullptr) return false;
+    if (problem.head_dim % 8 != 0 || problem.head_dim_v % 8 != 0) return false;
+    if (std::max(problem.head_dim, problem.head_dim_v) > kLargestHeadDim) return false;
+    const TensorShape q = query_shape(problem, problem.head_dim);
+    const TensorShape out = query_shape(problem, problem.head_dim_v);
+    const TensorShape k = key_shape(problem, problem.head_dim);
+    const TensorShape v = key_shape(problem, problem.head_dim_v);
+    return can_map_tensor(q, params.q_strides, params.q) &&
+           can_map_tensor(out, params.dout_strides, params.dout) &&
+           can_map_tensor(k, params.k_strides, params.k) &&
+           can_map_tensor(v, params.v_strides, params.v) &&
+           can_map_tensor(k, contiguous_strides(k), params.dk) &&
+           can_map_tensor(v, contiguous_strides(v), params.dv);
+}
+
+BwdPlan plan_bwd(const AttentionBwdParams& params, int num_sms) {
+    const int head_dim = params.problem.head_dim, head_dim_v = params.problem.head_dim_v;
+    const int larger = std::max(head_dim, head_dim_v);
+    return larger <= 64        ? plan_bwd_class<64>(params, num_sms)
+           : larger <= 128     ? plan_bwd_class<128>(params, num_sms)
+           : head_dim_v <= 128 ? plan_bwd_cluster<128>(params, num_sms)
+                               : plan_bwd_cluster<256>(params, num_sms);
+}
+
+void launch_bwd(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
+                cudaStream_t stream) {
+    const int head_dim = params.problem.head_dim, head_dim_v = params.problem.head_dim_v;
+    const int larger = std::max(head_dim, head_dim_v);
+    const auto launch = larger <= 64        ? launch_bwd_class<64>
+                        : larger <= 128     ? launch_bwd_class<128>
+                        : head_dim_v <= 128 ? launch_bwd_cluster<128>
+                                            : launch_bwd_cluster<256>;
+    launch(params, plan, num_sms, stream);
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

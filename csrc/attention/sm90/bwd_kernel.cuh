@@ -1,0 +1,503 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "attention/element.cuh"
+#include "attention/sm90/bwd_block.cuh"
+#include "attention/sm90/bwd_config.h"
+#include "attention/sm90/wgmma_type.cuh"
+#include "ptx/reduction.cuh"
+#include "ptx/shared_address.cuh"
+#include "ptx/shared_memory.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// Addresses inside a CTA's shared memory, in its own state space: one register and constants.
+template <class Config>
+struct BwdAddresses {
+    using Shared = BwdSharedStorage<Config>;
+    static constexpr int kTileBytes = Config::QLayout::kBytes;
+    uint32_t base;
+
+    __device__ __forceinline__ uint32_t k() const { return base + offsetof(Shared, k); }
+    __device__ __forceinline__ uint32_t v() const { return base + offsetof(Shared, v); }
+    __device__ __forceinline__ uint32_t q(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, q) + s * kTileBytes);
+    }
+    __device__ __forceinline__ uint32_t dout(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, dout) + s * kTileBytes);
+    }
+    __device__ __forceinline__ uint32_t ds() const { return base + offsetof(Shared, ds); }
+    __device__ __forceinline__ uint32_t dq(int warpgroup) const {
+        return base +
+               static_cast<uint32_t>(offsetof(Shared, dq) + warpgroup * Config::kDqEntries * 4);
+    }
+    __device__ __forceinline__ uint32_t lse_log2(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, lse_log2) + s * Config::kBlockM * 4);
+    }
+    __device__ __forceinline__ uint32_t delta(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, delta) + s * Config::kBlockM * 4);
+    }
+    __device__ __forceinline__ uint32_t kv_full() const { return base + offsetof(Shared, kv_full); }
+    __device__ __forceinline__ uint32_t q_full(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, q_full) + s * 8);
+    }
+    __device__ __forceinline__ uint32_t q_free(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, q_free) + s * 8);
+    }
+    __device__ __forceinline__ uint32_t dout_full(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, dout_full) + s * 8);
+    }
+    __device__ __forceinline__ uint32_t dout_free(int s) const {
+        return base + static_cast<uint32_t>(offsetof(Shared, dout_free) + s * 8);
+    }
+};
+
+/// Loads K and V once, then Q with its LSE and dO with its delta, block by block. One thread.
+template <class Config>
+__device__ __forceinline__ void load_tiles(const BwdAddresses<Config>& shared, const BwdTile& tile,
+                                           const BwdArgs& args) {
+    using QLayout = typename Config::QLayout;
+    using KLayout = typename Config::KLayout;
+    constexpr uint32_t kRowsBytes = Config::kBlockM * 4;
+    const int batch = tile.batch;
+    ptx::mbarrier_arrive_expect_tx(shared.kv_full(), 2 * KLayout::kBytes);
+#pragma unroll 1
+    for (int c = 0; c < KLayout::kChunks; ++c) {
+        const int column = c * KLayout::kChunkColumns;
+        const uint32_t bytes = static_cast<uint32_t>(c * KLayout::kChunkBytes);
+        ptx::tma_load_4d(shared.k() + bytes, &args.k, shared.kv_full(), column, tile.key_row,
+                         tile.kv_head, batch);
+        ptx::tma_load_4d(shared.v() + bytes, &args.v, shared.kv_full(), column, tile.key_row,
+                         tile.kv_head, batch);
+    }
+    uint32_t count = 0;
+#pragma unroll 1
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+        int row = tile.query_row + tile.begin * Config::kBlockM;
+        int64_t tile_row =
+            (int64_t{head} * tile.tiles_per_head + tile.first_tile + tile.begin) * Config::kBlockM;
+#pragma unroll 1
+        for (int block = tile.begin; block < tile.end; ++block, ++count) {
+            const int s = static_cast<int>(count % Config::kStages);
+            const uint32_t parity = count / Config::kStages % 2 ^ 1;  // the first round is free
+            wait_barrier(shared.q_free(s), parity);
+            ptx::mbarrier_arrive_expect_tx(shared.q_full(s), QLayout::kBytes + kRowsBytes);
+#pragma unroll 1
+            for (int c = 0; c < QLayout::kChunks; ++c) {
+                ptx::tma_load_4d(shared.q(s) + static_cast<uint32_t>(c * QLayout::kChunkBytes),
+                                 &args.q, shared.q_full(s), c * QLayout::kChunkColumns, row, head,
+                                 batch);
+            }
+            ptx::bulk_load(shared.lse_log2(s), args.workspace.lse_log2 + tile_row, kRowsBytes,
+                           shared.q_full(s));
+            wait_barrier(shared.dout_free(s), parity);
+            ptx::mbarrier_arrive_expect_tx(shared.dout_full(s), QLayout::kBytes + kRowsBytes);
+#pragma unroll 1
+            for (int c = 0; c < QLayout::kChunks; ++c) {
+                ptx::tma_load_4d(shared.dout(s) + static_cast<uint32_t>(c * QLayout::kChunkBytes),
+                                 &args.dout, shared.dout_full(s), c * QLayout::kChunkColumns, row,
+                                 head, batch);
+            }
+            ptx::bulk_load(shared.delta(s), args.workspace.delta + tile_row, kRowsBytes,
+                           shared.dout_full(s));
+            row += Config::kBlockM;
+            tile_row += Config::kBlockM;
+        }
+    }
+}
+
+/// Adds dQ of each step to the sums in memory, as the consumers put it down. One warp.
+template <class Config>
+__device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, const BwdTile& tile,
+                                          const BwdArgs& args) {
+    constexpr int kTileEntries = Config::kBlockM * Config::kHeadDim;
+    const bool leader = threadIdx.x % 32 == 0;
+#pragma unroll 1
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+        float* sums =
+            args.workspace.dq_accum +
+            (int64_t{head} * tile.tiles_per_head + tile.first_tile + tile.begin) * kTileEntries;
+#pragma unroll 1
+        for (int block = tile.begin; block < tile.end; ++block, sums += kTileEntries) {
+#pragma unroll
+            for (int w = 0; w < Config::kWarpgroups; ++w) {
+                ptx::bar_sync(kDqReady + w, kHandOverThreads);
+                if (leader) {
+                    ptx::bulk_reduce_add_f32(sums + w * Config::kDqEntries, shared.dq(w),
+                                             Config::kDqEntries * 4);
+                    ptx::bulk_commit_group();
+                }
+            }
+#pragma unroll
+            for (int w = 0; w < Config::kWarpgroups; ++w) {
+                if (leader) {
+                    if (w == Config::kWarpgroups - 1) {
+                        ptx::bulk_wait_group_read<0>();
+                    } else {
+                        ptx::bulk_wait_group_read<Config::kWarpgroups - 1>();
+                    }
+                }
+                __syncwarp();
+                ptx::bar_arrive(kDqFree + w, kHandOverThreads);
+            }
+        }
+    }
+}
+
+/// One thread's view of the consumers' work.
+template <class Config>
+struct BwdConsumer {
+    static constexpr int kHeadDim = Config::kHeadDim;
+    static constexpr int kBlockM = Config::kBlockM;
+    static constexpr int kBlockN = Config::kBlockN;
+    using Element = typename Config::Element;
+    using QLayout = typename Config::QLayout;
+    using KLayout = typename Config::KLayout;
+    using SLayout = typename Config::SLayout;
+    static constexpr ptx::WgmmaType kType = wgmma_type<Element>();
+    using ScoresMma = ptx::Wgmma<kType, kBlockM>;
+    using KeyGradientMma = ptx::Wgmma<kType, kHeadDim>;
+    using DqMma = ptx::Wgmma<kType, Config::kDqColumns>;
+    static constexpr ptx::Major kInner = ptx::Major::kContraction;
+    static constexpr ptx::Major kOuter = ptx::Major::kOuter;
+
+    BwdAddresses<Config> shared;
+    int warpgroup;  // of the consumers
+    int thread;     // inside the warpgroup
+    float dk[kHeadDim / 2], dv[kHeadDim / 2];
+
+    __device__ __forceinline__ explicit BwdConsumer(const BwdAddresses<Config>& addresses)
+        : shared(addresses) {
+        warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+        thread = static_cast<int>(threadIdx.x) - 128 * (warpgroup + 1);
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+    }
+
+    __device__ __forceinline__ int lane() const { return thread % 32; }
+    /// First of the 16 keys whose scores this thread's warp has.
+    __device__ __forceinline__ int warp_key() const { return warpgroup * 64 + thread / 32 * 16; }
+
+    __device__ __forceinline__ void meet() const {
+        ptx::bar_sync(kConsumersMeet, Config::kConsumers);
+    }
+
+    /// S^T or dP^T of this warpgroup's keys: `keys` is the tile of K or V, `queries` that of Q or
+    /// dO.
+    __device__ __forceinline__ void scores_mma(float* acc, uint32_t keys, uint32_t queries) const {
+        const uint64_t a = KLayout::column_descriptor(
+            keys + static_cast<uint32_t>(warpgroup * 64 * KLayout::kRowBytes));
+        const uint64_t b = QLayout::column_descriptor(queries);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kHeadDim / 16; ++k) {
+            ScoresMma::template ss<kInner, kInner>(acc, a + (KLayout::column_step_offset(k) >> 4),
+                                                   b + (QLayout::column_step_offset(k) >> 4),
+                                                   k != 0);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    /// dV += P^T dO or dK += dS^T Q, P^T or dS^T rounded in registers.
+    __device__ __forceinline__ void key_gradient_mma(float* acc, const uint32_t* scores,
+                                                     uint32_t queries) const {
+        const uint64_t b = QLayout::row_descriptor(queries);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockM / 16; ++k) {
+            KeyGradientMma::template rs<kOuter>(acc, scores + 4 * k,
+                                                b + (QLayout::row_step_offset(k) >> 4), 1);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    /// dQ = dS K: this warpgroup's rows or columns.
+    __device__ __forceinline__ void dq_mma(float* acc) const {
+        constexpr int kRowBytes = Config::kDqByRows ? 64 * SLayout::kRowBytes : 0;
+        constexpr int kColumnBytes =
+            Config::kDqByRows ? 0
+                              : Config::kDqColumns / KLayout::kChunkColumns * KLayout::kChunkBytes;
+        const uint64_t a =
+            SLayout::column_descriptor(shared.ds() + static_cast<uint32_t>(warpgroup * kRowBytes));
+        const uint64_t b =
+            KLayout::row_descriptor(shared.k() + static_cast<uint32_t>(warpgroup * kColumnBytes));
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kBlockN / 16; ++k) {
+            DqMma::template ss<kInner, kOuter>(acc, a + (SLayout::column_step_offset(k) >> 4),
+                                               b + (KLayout::row_step_offset(k) >> 4), k != 0);
+        }
+        ptx::wgmma_commit_group();
+    }
+
+    /// Sets the scores of rows that do not see their key to -inf.
+    __device__ __forceinline__ void mask_scores(float* st, const BwdTile& tile, int block) const {
+        const int first_row = block * kBlockM + 2 * (lane() % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int key = warp_key() + lane() / 4 + 8 * r;
+            const int begin = key < tile.keys ? key + tile.row_begin - first_row : kBlockM;
+            const int end = key + tile.row_end - first_row;
+#pragma unroll
+            for (int j = 0; j < kBlockM / 8; ++j) {
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int row = 8 * j + e;
+                    if (row < begin || row >= end) st[4 * j + 2 * r + e] = negative_infinity();
+                }
+            }
+        }
+    }
+
+    /// S^T -> P^T in place, and rounded in `p`.
+    __device__ __forceinline__ void probabilities(float* st, uint32_t* p, int stage,
+                                                  float scale_log2) const {
+        const uint32_t lse_log2 = shared.lse_log2(stage) + static_cast<uint32_t>(lane() % 4 * 8);
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float2 l = ptx::ld_shared_v2_f32(lse_log2 + j * 32);
+            float* s = st + 4 * j;
+            s[0] = ptx::ex2_approx(fmaf(s[0], scale_log2, -l.x));
+            s[1] = ptx::ex2_approx(fmaf(s[1], scale_log2, -l.y));
+            s[2] = ptx::ex2_approx(fmaf(s[2], scale_log2, -l.x));
+            s[3] = ptx::ex2_approx(fmaf(s[3], scale_log2, -l.y));
+            p[2 * j] = Element::pack(s[0], s[1]);
+            p[2 * j + 1] = Element::pack(s[2], s[3]);
+        }
+    }
+
+    /// dS^T = P^T (dP^T - delta), rounded.
+    __device__ __forceinline__ void score_gradients(const float* p, const float* dp, uint32_t* ds,
+                                                    int stage) const {
+        const uint32_t delta = shared.delta(stage) + static_cast<uint32_t>(lane() % 4 * 8);
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float2 d = ptx::ld_shared_v2_f32(delta + j * 32);
+            const float *pj = p + 4 * j, *dpj = dp + 4 * j;
+            ds[2 * j] = Element::pack(pj[0] * (dpj[0] - d.x), pj[1] * (dpj[1] - d.y));
+            ds[2 * j + 1] = Element::pack(pj[2] * (dpj[2] - d.x), pj[3] * (dpj[3] - d.y));
+        }
+    }
+
+    /// dS^T in registers to the tile of dS: queries x keys.
+    __device__ __forceinline__ void store_score_gradients(const uint32_t* ds) const {
+        const int key = warp_key() + (lane() >> 3 & 1) * 8;
+        const int row = (lane() & 7) + (lane() >> 4) * 8;
+        const uint32_t place =
+            shared.ds() + static_cast<uint32_t>(SLayout::unit_offset(row, key / 8));
+#pragma unroll
+        for (int k = 0; k < kBlockM / 16; ++k) {
+            ptx::stmatrix_x4_trans(place + k * 16 * SLayout::kRowBytes, ds[4 * k], ds[4 * k + 1],
+                                   ds[4 * k + 2], ds[4 * k + 3]);
+        }
+    }
+
+    /// dQ in register order to the buffer from which reduce_dq() takes it.
+    __device__ __forceinline__ void hand_over_dq(const float* dq, bool first) const {
+        if (!first) ptx::bar_sync(kDqFree + warpgroup, kHandOverThreads);
+        const uint32_t buffer = shared.dq(warpgroup) + static_cast<uint32_t>(thread * 16);
+#pragma unroll
+        for (int i = 0; i < Config::kDqColumns / 8; ++i) {
+            ptx::st_shared_v4_f32(buffer + i * 2048, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
+                                  dq[4 * i + 3]);
+        }
+        ptx::fence_proxy_async_shared();
+        ptx::bar_arrive(kDqReady + warpgroup, kHandOverThreads);
+    }
+
+    /// A gradient, rounded, to a tile of keys x head dim.
+    __device__ __forceinline__ void store_rows(uint32_t tile, const float* acc, float scale) const {
+        const int row = warp_key() + (lane() & 15);
+#pragma unroll
+        for (int k = 0; k < kHeadDim / 16; ++k) {
+            const float* x = acc + 8 * k;
+            ptx::stmatrix_x4(
+                tile + static_cast<uint32_t>(KLayout::unit_offset(row, 2 * k + (lane() >> 4))),
+                Element::pack(x[0] * scale, x[1] * scale),
+                Element::pack(x[2] * scale, x[3] * scale),
+                Element::pack(x[4] * scale, x[5] * scale),
+                Element::pack(x[6] * scale, x[7] * scale));
+        }
+    }
+
+    /// Adds a gradient to sums in memory (head split).
+    __device__ __forceinline__ void add_rows(float* sums, const float* acc) const {
+        sums += warpgroup * (64 * kHeadDim) + thread * 4;
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 8; ++i) {
+            const float* x = acc + 4 * i;
+            ptx::red_add_v4_f32(sums + i * 512, x[0], x[1], x[2], x[3]);
+        }
+    }
+};
+
+/// All query blocks of all heads of this CTA.
+template <class Config>
+__device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consumer,
+                                                    BwdSharedStorage<Config>& storage,
+                                                    const BwdArgs& args) {
+    constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+    const BwdAddresses<Config>& shared = consumer.shared;
+    const BwdTile& tile = storage.tile;
+    const float scale_log2 = args.params.problem.softmax_scale * kLog2E;
+    const bool packed = args.params.problem.is_packed();
+    uint32_t count = 0;  // steps so far
+
+    if (tile.has_queries()) wait_barrier(shared.kv_full(), 0);
+    if (packed && tile.keys < kBlockN && tile.has_queries()) {
+        const int thread = static_cast<int>(threadIdx.x) - 128;
+        zero_rows<typename Config::KLayout, Config::kConsumers>(storage.k, tile.keys, thread);
+        zero_rows<typename Config::KLayout, Config::kConsumers>(storage.v, tile.keys, thread);
+        ptx::fence_proxy_async_shared();
+        consumer.meet();
+    }
+
+    const auto step = [&](int block, auto masked) {
+        const int s = static_cast<int>(count % Config::kStages);
+        const uint32_t parity = count / Config::kStages % 2;
+        float st[kBlockM / 2], dp[kBlockM / 2];
+        wait_barrier(shared.q_full(s), parity);
+        if constexpr (decltype(masked)::value) {
+            const int rows = tile.seqlen_q - block * kBlockM;
+            if (packed && rows < kBlockM) {
+                using QLayout = typename Config::QLayout;
+                const int thread = static_cast<int>(threadIdx.x) - 128;
+                wait_barrier(shared.dout_full(s), parity);
+                zero_rows<QLayout, Config::kConsumers>(storage.q[s], rows, thread);
+                zero_rows<QLayout, Config::kConsumers>(storage.dout[s], rows, thread);
+                ptx::fence_proxy_async_shared();
+                consumer.meet();
+            }
+        }
+        // S^T = K Q^T, dP^T = V dO^T
+        consumer.scores_mma(st, shared.k(), shared.q(s));
+        wait_barrier(shared.dout_full(s), parity);
+        consumer.scores_mma(dp, shared.v(), shared.dout(s));
+        ptx::wgmma_wait_group<1>();
+        if constexpr (decltype(masked)::value) consumer.mask_scores(st, tile, block);
+        // P = exp2(S * scale_log2 - lse_log2), dS = P * (dP - delta)
+        uint32_t p[kBlockM / 4], ds[kBlockM / 4];
+        consumer.probabilities(st, p, s, scale_log2);
+        ptx::wgmma_wait_group<0>();
+        consumer.score_gradients(st, dp, ds, s);
+        consumer.meet();  // all are done with the last step's dS
+        consumer.store_score_gradients(ds);
+        // dV += P^T dO
+        consumer.key_gradient_mma(consumer.dv, p, shared.dout(s));
+        ptx::fence_proxy_async_shared();
+        consumer.meet();  // dS is complete
+        // dQ = dS K
+        float dq[Config::kDqColumns / 2];
+        consumer.dq_mma(dq);
+        ptx::wgmma_wait_group<1>();
+        if (consumer.thread == 0) ptx::mbarrier_arrive(shared.dout_free(s));
+        // dK += dS^T Q
+        consumer.key_gradient_mma(consumer.dk, ds, shared.q(s));
+        ptx::wgmma_wait_group<1>();
+        consumer.hand_over_dq(dq, count == 0);
+        ptx::wgmma_wait_group<0>();
+        if (consumer.thread == 0) ptx::mbarrier_arrive(shared.q_free(s));
+        ++count;
+    };
+
+    const int end = tile.end, full_begin = tile.full_begin, full_end = tile.full_end;
+#pragma unroll 1
+    for (int heads = tile.head_end - tile.head_begin; heads > 0; --heads) {
+        int block = tile.begin;
+#pragma unroll 1
+        for (; block < full_begin; ++block) step(block, std::true_type{});
+#pragma unroll 1
+        for (; block < full_end; ++block) step(block, std::false_type{});
+#pragma unroll 1
+        for (; block < end; ++block) step(block, std::true_type{});
+    }
+}
+
+/// Writes dK and dV of the CTA's keys, or adds them to those of the group's other CTAs.
+template <class Config>
+__device__ __forceinline__ void store_key_gradients(BwdConsumer<Config>& consumer,
+                                                    const BwdSharedStorage<Config>& storage,
+                                                    const BwdArgs& args) {
+    using KLayout = typename Config::KLayout;
+    const AttentionProblem& problem = args.params.problem;
+    const BwdAddresses<Config>& shared = consumer.shared;
+    const BwdTile& tile = storage.tile;
+    if (args.head_splits > 1) {
+        if (!tile.has_queries()) return;
+        const int64_t first = int64_t{tile.accum_tile} * (Config::kBlockN * Config::kHeadDim);
+        consumer.add_rows(args.workspace.dk_accum + first, consumer.dk);
+        consumer.add_rows(args.workspace.dv_accum + first, consumer.dv);
+        return;
+    }
+    consumer.meet();  // all are done with K and V
+    consumer.store_rows(shared.k(), consumer.dk, problem.softmax_scale);
+    consumer.store_rows(shared.v(), consumer.dv, 1.0f);
+    ptx::fence_proxy_async_shared();
+    consumer.meet();
+    store_gradient_tile<KLayout, Config::kConsumers>(storage.k, &args.dk, args.params.dk,
+                                                     problem.head_dim, tile, problem);
+    store_gradient_tile<KLayout, Config::kConsumers>(storage.v, &args.dv, args.params.dv,
+                                                     problem.head_dim_v, tile, problem);
+    if (threadIdx.x == 128) {
+        ptx::bulk_commit_group();
+        ptx::bulk_wait_group_read<0>();  // the CTA's shared memory must last until then
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(const BwdAddresses<Config>& shared) {
+    ptx::mbarrier_init(shared.kv_full(), 1);
+    for (int i = 0; i < Config::kStages; ++i) {
+        ptx::mbarrier_init(shared.q_full(i), 1);
+        ptx::mbarrier_init(shared.dout_full(i), 1);
+        ptx::mbarrier_init(shared.q_free(i), Config::kWarpgroups);
+        ptx::mbarrier_init(shared.dout_free(i), Config::kWarpgroups);
+    }
+    ptx::fence_mbarrier_init();
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    bwd_kernel(const __grid_constant__ BwdArgs args) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    auto& storage = *reinterpret_cast<BwdSharedStorage<Config>*>(shared_bytes);
+    const BwdAddresses<Config> shared{ptx::shared_address(shared_bytes)};
+    if (threadIdx.x == 0) {
+        if (shared.base % 1024 != 0) __trap();
+        init_barriers(shared);
+        ptx::prefetch_tensormap(&args.q);
+        ptx::prefetch_tensormap(&args.k);
+        ptx::prefetch_tensormap(&args.v);
+        ptx::prefetch_tensormap(&args.dout);
+        storage.tile = BwdTile::make<Config::kBlockN, Config::kBlockN, Config::kBlockM>(
+            args, static_cast<int>(blockIdx.x), 0);
+    }
+    __syncthreads();
+    const BwdTile& tile = storage.tile;
+    if (!tile.used()) return;
+
+    if (threadIdx.x < 128) {
+        ptx::setmaxnreg_dec<Config::kLoaderRegisters>();
+        if (!tile.has_queries()) return;
+        if (threadIdx.x == 0) {
+            load_tiles(shared, tile, args);
+        } else if (threadIdx.x / 32 == 1) {
+            reduce_dq(shared, tile, args);
+        }
+    } else {
+        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        BwdConsumer<Config> consumer(shared);
+        // Not under a condition: a second way to the sums of 0 costs copies of all of them.
+        consume_query_tiles(consumer, storage, args);
+        store_key_gradients(consumer, storage, args);
+    }
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

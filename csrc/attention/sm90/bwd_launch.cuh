@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+
+#include "attention/sm90/bwd_arguments.cuh"
+#include "attention/sm90/bwd_kernel.cuh"
+#include "attention/sm90/bwd_launch.h"
+#include "common/check.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+template <class Config>
+BwdPlan make_plan(const AttentionBwdParams& params, int num_sms) {
+    const AttentionProblem& problem = params.problem;
+    BwdPlan plan;
+    plan.block_m = Config::kBlockM;
+    plan.block_n = Config::kBlockN;
+    plan.dq = Config::dq_layout();
+    plan.dk = plan.dv = Config::key_gradient_layout();
+    plan.head_splits = bwd_head_splits(problem, Config::kBlockN, num_sms);
+    return plan;
+}
+
+template <class Config>
+void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
+                       cudaStream_t stream) {
+    using QLayout = typename Config::QLayout;
+    using KLayout = typename Config::KLayout;
+    constexpr int kBytes = sizeof(BwdSharedStorage<Config>);
+    static_assert(kBytes <= 227 * 1024, "what a CTA may have");
+    BwdArgs args;
+    const int tiles = fill_bwd_args(params, plan, Config::kBlockN, num_sms, args);
+    if (tiles == 0) return;
+    map_operands<QLayout, QLayout, KLayout, KLayout>(params, args);
+    static std::atomic<uint64_t> allowed{0};
+    allow_bwd_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), kBytes, allowed);
+    bwd_kernel<Config><<<tiles, Config::kThreads, kBytes, stream>>>(args);
+    check_launch("attention backward");
+}
+
+template <int kHeadDim>
+BwdPlan plan_bwd_class(const AttentionBwdParams& params, int num_sms) {
+    return make_plan<BwdConfig<BFloat16, kHeadDim, false>>(params, num_sms);
+}
+
+template <int kHeadDim>
+void launch_bwd_class(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
+                      cudaStream_t stream) {
+    if (params.problem.dtype == DType::kBFloat16) {
+        launch_bwd_config<BwdConfig<BFloat16, kHeadDim, false>>(params, plan, num_sms, stream);
+    } else {
+        launch_bwd_config<BwdConfig<Float16, kHeadDim, false>>(params, plan, num_sms, stream);
+    }
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "attention/bwd_workspace.h"
+#include "attention/params.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// False for what the backward kernels of Hopper leave to the portable path: dropout, bias, score
+/// terms, head dims above 256, scales that are not positive, determinism, no gradient of the
+/// output, and tensors that no tensor map describes.
+bool can_run_bwd(const AttentionBwdParams& params);
+
+/// The plan of the kernel that this problem takes. num_sms: of the device.
+BwdPlan plan_bwd(const AttentionBwdParams& params, int num_sms);
+
+/// The main kernel, between bwd_preprocess() and bwd_postprocess().
+void launch_bwd(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
+                cudaStream_t stream);
+
+/// One definition per size class, in bwd_hdim*.cu.
+template <int kHeadDim>
+BwdPlan plan_bwd_class(const AttentionBwdParams& params, int num_sms);
+template <int kHeadDim>
+void launch_bwd_class(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
+                      cudaStream_t stream);
+
+/// Likewise for head dims above 128 and up to 256, by the head dim of values.
+template <int kHeadDimV>
+BwdPlan plan_bwd_cluster(const AttentionBwdParams& params, int num_sms);
+template <int kHeadDimV>
+void launch_bwd_cluster(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
+                        cudaStream_t stream);
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

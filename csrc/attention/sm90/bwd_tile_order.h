@@ -1,0 +1,70 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attention/params.h"
+#include "attention/tile_scheduler.h"
+#include "common/host_device.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// The order in which CTAs take the tiles of the backward pass. A tile is a block of keys of one
+/// unit: a K/V head (or a part of its group) of one sequence, or of all packed ones.
+///
+/// Units come one after the other, so that those who share queries run at the same time. Under a
+/// causal mask a unit's first block is the longest, and one that starts last would run alone: the
+/// last `tail_units` units take turns instead, all their first blocks before all their second ones.
+struct BwdTileOrder {
+    int units = 0;
+    int blocks = 0;  // of a unit
+    int tail_units = 0;
+
+    struct Tile {
+        int unit = 0;
+        int block = 0;
+    };
+
+    FAN_HOST_DEVICE Tile tile(int index) const {
+        const int head_units = units - tail_units;
+        const int in_tail = index - head_units * blocks;
+        if (in_tail < 0) return Tile{index / blocks, index % blocks};
+        return Tile{head_units + in_tail % tail_units, in_tail / tail_units};
+    }
+};
+
+/// Units that take turns at the end of a causal problem: together they last a little longer than
+/// one longest tile. `slots`: tiles that run at a time. unit_bytes: queries, gradients and sums of
+/// a unit, which should stay in the L2 cache for all of them.
+inline int tail_units(int units, int blocks, int slots, int group_size, int64_t unit_bytes) {
+    constexpr int64_t kCacheBytes = 40 << 20;
+    const double factor = group_size > 1 ? 1.8 : 2.4;
+    const int wanted = static_cast<int>(factor * slots / (blocks + 1) + 0.5);
+    const int64_t cached = std::max<int64_t>(1, kCacheBytes / std::max<int64_t>(1, unit_bytes));
+    return std::min(units, std::max(1, static_cast<int>(std::min<int64_t>(wanted, cached))));
+}
+
+/// The order for this problem. Blocks have block_n keys; `slots` as above.
+inline BwdTileOrder bwd_tile_order(const AttentionProblem& problem, int head_splits, int block_n,
+                                   int slots) {
+    const int64_t heads = int64_t{problem.num_heads_kv} * head_splits;
+    BwdTileOrder order;
+    if (problem.is_packed()) {
+        order.units = static_cast<int>(heads);
+        order.blocks = static_cast<int>(BlockSlots::keys(problem, block_n).count());
+        return order;
+    }
+    order.units = static_cast<int>(problem.batch_size * heads);
+    order.blocks = static_cast<int>(BlockSlots::keys(problem, block_n).blocks_per_entry());
+    if (problem.window_right >= 0 && problem.window_left < 0) {
+        const int group_size = problem.group_size() / head_splits;
+        const int64_t row_bytes = int64_t{8} * problem.head_dim;  // q, dout: 2 each, sums: 4
+        order.tail_units =
+            tail_units(order.units, order.blocks, slots, group_size, problem.seqlen_q * row_bytes);
+    }
+    return order;
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm
