@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -167,22 +168,23 @@ def _samples(module: ModuleType, device: str) -> list[Callable]:
     def layer() -> torch.Tensor:
         return module.layer_norm(leaf(3, 32), leaf(32), leaf(32))
 
-    def decode() -> torch.Tensor:
+    def cached(*, appends: bool) -> torch.Tensor:
         q, k, v = (torch.randn(2, 1, h, 16, dtype=torch.bfloat16, device=device) for h in (6, 2, 2))
         k_cache, v_cache = torch.zeros(2, 2, 8, 2, 16, dtype=torch.bfloat16, device=device)
         lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+        new = {"k": k, "v": v} if appends else {}
         return module.flash_attn_with_kvcache(
-            q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True
+            q, k_cache, v_cache, cache_seqlens=lengths, causal=True, **new
         )
 
-    needs = {
-        "flash_attn_with_kvcache": decode,
-        "flash_attn_func": dense,
-        "flash_attn_varlen_func": packed,
-        "rms_norm": rms,
-        "layer_norm": layer,
+    samples = {
+        "flash_attn_func": [dense],
+        "flash_attn_varlen_func": [packed],
+        "flash_attn_with_kvcache": [partial(cached, appends=False), partial(cached, appends=True)],
+        "rms_norm": [rms],
+        "layer_norm": [layer],
     }
-    return [sample for name, sample in needs.items() if name in module.__all__]
+    return [sample for name in samples if name in module.__all__ for sample in samples[name]]
 
 
 if __name__ == "__main__":
