@@ -3,6 +3,7 @@
 import pytest
 import torch
 from errors import assert_same_bits
+from torch.autograd import forward_ad
 
 from .comparison import make_packed
 from .kvcache_comparison import bits, lengths_tensor, make_case, random_pages, rotary_tables
@@ -184,6 +185,48 @@ def test_no_gradient(kernel, case, name):
     with torch.no_grad():
         kernel.flash_attn_with_kvcache(**case)
     refused(lambda: kernel.flash_attn_with_kvcache(**case), f"{name}.requires_grad", "no_grad()")
+
+
+def test_a_backward_pass_that_has_saved_the_cache(kernel, case):
+    """An append changes what it would read: torch's error for that, not other gradients."""
+    q = case["q"].clone().requires_grad_()
+    values = {name: case[name].nan_to_num_() for name in ("k_cache", "v_cache")}
+    out = kernel.flash_attn_func(q, *values.values())
+    kernel.flash_attn_with_kvcache(**{**case, "k": None, "v": None})
+    out.sum().backward(retain_graph=True)
+    kernel.flash_attn_with_kvcache(**case)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        out.sum().backward()
+
+
+def test_forward_mode(kernel, case):
+    with forward_ad.dual_level():
+        q = forward_ad.make_dual(case["q"], torch.ones_like(case["q"]))
+        with torch.no_grad(), pytest.raises(NotImplementedError, match="forward-mode"):
+            kernel.flash_attn_with_kvcache(**{**case, "q": q})
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("k", lambda k: k[..., :8]),
+        ("v", lambda v: v[:, :, :1]),
+        ("k_cache", lambda cache: cache[..., :8]),
+        ("q", lambda q: q[0]),
+        ("v_cache", lambda cache: cache.half()),
+    ],
+)
+def test_meta_tensors(kernel, case, name, changed):
+    """They have no values, but shapes and dtypes."""
+    meta = {n: value.to("meta") for n, value in case.items()}
+    out = kernel.flash_attn_with_kvcache(**meta)
+    assert out.shape == case["q"].shape
+    refused(lambda: kernel.flash_attn_with_kvcache(**{**meta, name: changed(meta[name])}), name)
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "cache_seqlens", "cache_leftpad"])
+def test_no_tensors(kernel, case, name):
+    refused(lambda: kernel.flash_attn_with_kvcache(**{**case, name: "x"}), name, "'x' (str)")
 
 
 def test_more_than_the_capacity_as_an_int(kernel, case, paged):

@@ -131,7 +131,7 @@ def check_tensors(
 ) -> None:
     """Refuses what the op could not dispatch on; shapes, dtypes and devices are the op's matter."""
     for name, value in (("q", q), ("k", k), ("v", v)):
-        _refuse_dtensor(name, value)
+        refuse_dtensor(name, value)
         check_tensor(name, value)
     for name, value in (
         ("cu_seqlens_q", cu_seqlens_q),
@@ -141,11 +141,12 @@ def check_tensors(
         ("attn_bias", attn_bias),
     ):
         if value is not None:
-            _refuse_dtensor(name, value)
+            refuse_dtensor(name, value)
             check_tensor(name, value)
 
 
-def _refuse_dtensor(name: str, value: Tensor) -> None:
+def refuse_dtensor(name: str, value: Tensor) -> None:
+    """Ops know nothing of shards."""
     if type(value).__name__ == "DTensor":  # by name: importing it takes a second
         raise ValueError(
             f"{name} is a DTensor; attention takes plain tensors: {name}.to_local() where only "

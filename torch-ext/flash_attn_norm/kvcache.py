@@ -5,7 +5,7 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .arguments import check_flag, check_tensor, check_whole_number
+from .arguments import check_flag, check_whole_number
 from .kvcache_op import attend, check_inference, check_paged
 
 
@@ -120,6 +120,10 @@ def flash_attn_with_kvcache(
         v=v,
         rotary_cos=rotary_cos,
         rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens if isinstance(cache_seqlens, Tensor) else None,
+        cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
+        block_table=page_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
@@ -157,7 +161,6 @@ def _lengths(
 ) -> tuple[Optional[Tensor], int]:
     """A tensor of lengths and what is added to them; or None and the length of all sequences."""
     if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
-        check_tensor("cache_seqlens", cache_seqlens)
         return cache_seqlens, 0
     if cache_seqlens is not None:
         return None, check_whole_number("cache_seqlens", cache_seqlens)

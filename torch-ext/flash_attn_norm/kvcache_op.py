@@ -8,28 +8,29 @@ import torch
 from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
-from .arguments import check_flag, check_number, check_optional_tensor, check_tensor
-from .attention_op import check_window_size, checks_values
+from .arguments import check_flag, check_number, check_tensor, refuse_forward_mode
+from .attention_op import check_window_size, checks_values, refuse_dtensor
 from .attention_shapes import refuse_other_devices
 
 
 def check_inference(function: str, **tensors: Optional[Tensor]) -> None:
-    """Refuses what is no tensor, and a gradient that would silently stop here."""
+    """Refuses what is no plain tensor, and a gradient that would silently stop here."""
     recording = torch.is_grad_enabled()
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        refuse_dtensor(name, tensor)
         check_tensor(name, tensor)
         if recording and tensor.requires_grad:
             raise ValueError(
                 f"{name}.requires_grad is True, but {function} has no gradient; call it under "
                 f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
             )
+    refuse_forward_mode(function, **tensors)
 
 
 def check_paged(k_cache: Tensor, page_table: Optional[Tensor]) -> None:
     """Ranks that are needed before the op can say what is wrong with the rest."""
-    check_optional_tensor("page_table", page_table)
     if page_table is not None and page_table.dim() != 2:
         raise ValueError(
             f"page_table has shape {tuple(page_table.shape)}; it must be (batch_size, "
@@ -69,6 +70,9 @@ def paged_attention(
         q=q,
         k=k_cache,
         v=v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        block_table=block_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
@@ -124,8 +128,6 @@ def attend(
     num_splits: int,
 ) -> tuple[Tensor, Tensor]:
     """One call of the op that appends, or of the one that only reads; ``(out, softmax_lse)``."""
-    check_optional_tensor("cache_batch_idx", cache_batch_idx)
-    check_optional_tensor("cache_leftpad", cache_leftpad)
     window_left, window_right = check_window_size(window_size)
     causal, softcap = check_flag("causal", causal), check_number("softcap", softcap)
     if softmax_scale is None:
@@ -155,7 +157,7 @@ def attend(
             num_splits,
             checks_values(),
         )
-    return ops.attention_kvcache_append(
+    results = ops.attention_kvcache_append(
         k_cache,
         v_cache,
         q,
@@ -179,6 +181,18 @@ def attend(
         num_splits,
         checks_values(),
     )
+    _note_writes(k_cache, v_cache)
+    return results
+
+
+def _note_writes(*caches: Tensor) -> None:
+    """As torch's own in-place functions do, so that a backward pass that has saved a cache raises
+    instead of reading the new rows. A compiler notes it by the op's schema."""
+    if torch.compiler.is_compiling():
+        return
+    noted = [cache for cache in caches if not cache.is_inference()]
+    if noted:
+        torch.autograd.graph.increment_version(noted)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_kvcache"))
@@ -216,7 +230,7 @@ def _attention_kvcache_fake(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
-    return _empty_results(q, v_cache, packed=cu_seqlens_q is not None)
+    return _empty_results(q, k_cache, v_cache, packed=cu_seqlens_q is not None)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_kvcache_append"))
@@ -259,16 +273,38 @@ def _attention_kvcache_append_fake(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
-    return _empty_results(q, v_cache, packed=False)
+    return _empty_results(q, k_cache, v_cache, packed=False, k=k, v=v)
 
 
-def _empty_results(q, v_cache, packed):
+def _empty_results(q, k_cache, v_cache, packed, k=None, v=None):
+    """The results, after the op's errors for shapes that do not go together."""
     rank = 3 if packed else 4
-    if q.dim() != rank or v_cache.dim() != 4:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and v_cache has shape {tuple(v_cache.shape)}; they must "
-            f"have {rank} and 4 dimensions"
-        )
+    for name, tensor, expected in (
+        ("q", q, rank),
+        ("k_cache", k_cache, 4),
+        ("v_cache", v_cache, 4),
+    ):
+        if tensor.dim() != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, {tensor.dim()} dimensions; expected "
+                f"{expected}"
+            )
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
+        if tensor is not None and tensor.dtype != q.dtype:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must have one dtype"
+            )
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if tensor is not None and tensor.dim() != 4:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions")
+        if tensor is not None:
+            torch._check_value(
+                tensor.shape[2] == cache.shape[2] and tensor.shape[3] == cache.shape[3],
+                lambda name=name: f"{name} and {name}_cache must have the same heads and head_dim",
+            )
+    torch._check_value(
+        q.shape[-1] == k_cache.shape[3], lambda: "q and k_cache must have one head_dim"
+    )
     out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     # (num_heads_q, total_q) packed, (batch_size, num_heads_q, seqlen_q) dense
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
