@@ -48,6 +48,8 @@ def check_number(name: str, value: Any) -> float:
 
 def check_whole_number(name: str, value: Any) -> int:
     """Likewise an int. One that an int64 cannot hold becomes the closest that it can."""
+    if type(value) is int and -_INT64_MAX <= value <= _INT64_MAX:
+        return value
     if isinstance(value, Tensor):
         _check_scalar_tensor(name, value, "an int")
         value = value.item()
