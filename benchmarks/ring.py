@@ -130,18 +130,15 @@ def peak_gb(function, device: torch.device) -> float:
     return round((torch.cuda.max_memory_allocated(device) - before) / 1e9, 3)
 
 
-def measure_ring(
-    kernel, cell: dict, lengths: list, device: torch.device, turns: int, has_whole: bool
-) -> list:
-    """One figure per pass. ``has_whole``: whether one device computes the batch as well."""
+def measure_ring(kernel, cell: dict, lengths: list, device: torch.device, turns: int) -> list:
+    """One figure per pass. On one GPU, each process computes the whole batch."""
     case = Case(kernel, cell, lengths, device)
     ways = {
         "ring": case.whole_ring(),
         "attention_alone": case.attention_alone(),
         "communication_alone": case.communication_alone(),
+        "one_gpu": case.one_device(),
     }
-    if has_whole:
-        ways["one_gpu"] = case.one_device()
     figures = []
     for which in ("forward", "forward_and_backward"):
         figure = {"pass": which, "sequences": len(lengths), "tokens": sum(lengths), **cell}
@@ -151,9 +148,8 @@ def measure_ring(
         hidden = 1 - exposed / figure["communication_alone_ms"]
         figure["share_of_communication_hidden"] = round(min(1.0, max(0.0, hidden)), 3)
         figure["ring_peak_gb"] = peak_gb(ways["ring"][which], device)
-        if has_whole:
-            figure["one_gpu_peak_gb"] = peak_gb(ways["one_gpu"][which], device)
-            figure["over_one_gpu"] = round(figure["one_gpu_ms"] / figure["ring_ms"], 3)
+        figure["one_gpu_peak_gb"] = peak_gb(ways["one_gpu"][which], device)
+        figure["over_one_gpu"] = round(figure["one_gpu_ms"] / figure["ring_ms"], 3)
         figures.append(figure)
     return figures
 
@@ -171,27 +167,11 @@ def timeline(kernel, cell: dict, lengths: list, device: torch.device) -> list:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         both()
         synchronize(device)
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    events.sort(key=lambda event: event.time_range.start)
-    stretches: list = []
-    for event in events:
-        start, end = event.time_range.start, event.time_range.end
-        last = next((s for s in reversed(stretches) if s["kind"] == kind_of(event.name)), None)
-        # One stretch while nothing of another kind lies between on the same stream.
-        if last is not None and start - last["end_us"] < 20:
-            last["end_us"] = max(last["end_us"], end)
-        else:
-            stretches.append({"kind": kind_of(event.name), "start_us": start, "end_us": end})
-    first = min((s["start_us"] for s in stretches), default=0)
+    on_device = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(kind_of(e.name), e.time_range.start, e.time_range.end) for e in on_device]
     return [
-        {
-            "timeline_of": "ring, forward and backward",
-            "tokens": sum(lengths),
-            "kind": s["kind"],
-            "start_us": round(s["start_us"] - first, 1),
-            "end_us": round(s["end_us"] - first, 1),
-        }
-        for s in stretches
+        {"timeline_of": "ring, forward and backward", "tokens": sum(lengths), **stretch}
+        for stretch in stretches(spans)
     ]
 
 
@@ -199,3 +179,23 @@ def kind_of(name: str) -> str:
     if "nccl" in name.lower():
         return "communication"
     return "attention" if "flash_attn_norm" in name else "merge"
+
+
+def stretches(spans: list) -> list:
+    """Joins what follows within 20 us on something of its kind; times from the first start.
+
+    ``spans``: (kind, start, end) in microseconds.
+    """
+    joined: list = []
+    latest: dict = {}  # of each kind
+    for kind, start, end in sorted(spans, key=lambda span: span[1]):
+        if kind in latest and start - latest[kind]["end_us"] < 20:
+            latest[kind]["end_us"] = max(latest[kind]["end_us"], end)
+        else:
+            latest[kind] = {"kind": kind, "start_us": start, "end_us": end}
+            joined.append(latest[kind])
+    first = joined[0]["start_us"] if joined else 0
+    return [
+        {**s, "start_us": round(s["start_us"] - first, 1), "end_us": round(s["end_us"] - first, 1)}
+        for s in joined
+    ]

@@ -27,7 +27,7 @@ from benchmarks.record import write_record
 from benchmarks.ring import measure_ring, timeline
 from benchmarks.training_step import curve_figures, difference_figure, run_figure
 
-TRAINING = Training("1b", steps=50, batch_size=2, seqlen=4096)
+TRAINING = Training("1b", steps=50, batch_size=2, seqlen=3072)
 TINY = Training(steps=6, batch_size=2, seqlen=64, is_in_bf16=False)
 CELL = {"num_heads_q": 32, "num_heads_kv": 8, "head_dim": 128, "causal": True}
 TINY_CELL = {"num_heads_q": 4, "num_heads_kv": 2, "head_dim": 32, "causal": True}
@@ -85,9 +85,9 @@ def train_sharded(report: Report, training: Training, sharding: str) -> None:
 def measure_rings(report: Report, is_tiny: bool) -> None:
     cell = TINY_CELL if is_tiny else CELL
     unit = 64 if is_tiny else 8192
-    batches = [[unit], [4 * unit], [8 * unit], [unit, unit // 2, 2 * unit, unit // 2 - 3, 3]]
-    for lengths in batches:
-        report.add(*measure_ring(report.kernel, cell, lengths, report.device, 3, has_whole=True))
+    packed = [unit, unit // 2, 2 * unit, unit // 2 - 3, 3]
+    for lengths, turns in (([unit], 3), ([4 * unit], 2), (packed, 3), ([8 * unit], 1)):
+        report.add(*measure_ring(report.kernel, cell, lengths, report.device, turns))
         free_memory()
     report.add(*timeline(report.kernel, cell, [4 * unit], report.device))
 

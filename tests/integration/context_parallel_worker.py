@@ -64,7 +64,7 @@ CASES = {
     "bfloat16": Case((300, 41), (8, 2), (64, 64), **BF16),
     "bfloat16_full": Case((150,), (6, 2), (64, 64), causal=False, **BF16),
 }
-LONG = Case((4096, 1000), (16, 2), (128, 128), **BF16)
+LONG = Case((1500, 500), (8, 2), (128, 128), **BF16)
 
 
 def cases(device: str) -> dict[str, Case]:
