@@ -16,6 +16,7 @@
 #include "attention/attention.h"
 #include "attention/cpu/half_types.h"
 #include "attention/dropout.h"
+#include "attention/kv_cache.h"
 #include "attention/mask.h"
 #include "attention/params.h"
 #include "attention/seqlens.h"
@@ -183,6 +184,47 @@ bool attention_bwd(const py::dict& dict, int num_threads) {
     return workspace.guard_is_intact();
 }
 
+void read_cache(const Fields& fields, KvCacheLayout& cache) {
+    fields.number("num_entries", cache.num_entries);
+    fields.number("entry_rows", cache.entry_rows);
+    fields.strides("k_strides", cache.k_strides);
+    fields.strides("v_strides", cache.v_strides);
+    fields.pointer("page_table", cache.page_table);
+    fields.number("page_table_stride", cache.page_table_stride);
+    fields.number("pages_per_sequence", cache.pages_per_sequence);
+    fields.pointer("cache_batch_idx", cache.cache_batch_idx);
+    fields.pointer("cache_leftpad", cache.cache_leftpad);
+    fields.pointer("cache_seqlens", cache.cache_seqlens);
+    fields.pointer("cu_seqlens_k", cache.cu_seqlens_k);
+    fields.number("seqlen", cache.seqlen);
+}
+
+KvCacheLayout cache_of(const py::dict& dict) {
+    KvCacheLayout cache;
+    read_cache(Fields(dict), cache);
+    return cache;
+}
+
+bool attention_kvcache(const py::dict& dict, int num_threads) {
+    const Fields fields(dict);
+    KvCacheAttentionParams params;
+    read_problem(fields, params.problem);
+    read_cache(fields, params.cache);
+    fields.number("num_splits", params.num_splits);
+    fields.pointer("q", params.q);
+    fields.strides("q_strides", params.q_strides);
+    fields.pointer("k", params.k_cache);
+    fields.pointer("v", params.v_cache);
+    fields.pointer("out", params.out);
+    fields.pointer("softmax_lse", params.softmax_lse);
+
+    const CpuRuntime runtime = runtime_of(num_threads);
+    const Workspace workspace(cpu::attention_kvcache_workspace_bytes(params, runtime));
+    params.workspace = workspace.data();
+    cpu::attention_kvcache(params, runtime);
+    return workspace.guard_is_intact();
+}
+
 using Range = std::tuple<int64_t, int64_t>;
 
 Range range_of(const IndexRange& range) {
@@ -246,6 +288,17 @@ std::vector<std::pair<int, int>> bwd_tiles(int batch_size, int num_heads_q, int 
 PYBIND11_MODULE(flash_attn_norm_native, module) {
     module.def("attention_fwd", &attention_fwd);
     module.def("attention_bwd", &attention_bwd);
+    module.def("attention_kvcache", &attention_kvcache);
+    module.def("kv_length", [](const py::dict& cache, int64_t batch) {
+        return kv_length(cache_of(cache), batch);
+    });
+    module.def("kv_positions", [](const py::dict& cache, int64_t batch) {
+        return range_of(kv_positions(cache_of(cache), batch));
+    });
+    module.def("kv_row", [](const py::dict& cache, int64_t batch, int64_t position) {
+        const KvRow row = kv_row(cache_of(cache), batch, position);
+        return Range{row.entry, row.row};
+    });
 
     module.def("isa_names", [] {
         std::vector<std::string> names;
