@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <string>
 
@@ -195,6 +196,13 @@ void describe_extras(AttentionArguments& arguments, const Shapes& shapes,
     }
 }
 
+/// FLASH_ATTN_NORM_PORTABLE=1 in the environment: a diagnosis that compares a card's own kernels
+/// with the portable ones. Read on every call, so that a process can do both.
+bool portable_kernels_are_forced() {
+    const char* value = std::getenv("FLASH_ATTN_NORM_PORTABLE");
+    return value != nullptr && std::string(value) == "1";
+}
+
 AttentionProblem describe(AttentionArguments& arguments, const Shapes& shapes) {
     AttentionProblem problem;
     problem.dtype = to_dtype("q", arguments.q);
@@ -214,6 +222,7 @@ AttentionProblem describe(AttentionArguments& arguments, const Shapes& shapes) {
             static_cast<const int32_t*>(arguments.cu_seqlens_k->const_data_ptr());
     }
     problem.softmax_scale = static_cast<float>(arguments.softmax_scale);
+    problem.force_portable = portable_kernels_are_forced();
     problem.softcap = static_cast<float>(arguments.softcap);
     problem.window_left = reachable_window(arguments.window_left, shapes);
     problem.window_right = arguments.causal ? 0 : reachable_window(arguments.window_right, shapes);

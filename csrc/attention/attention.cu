@@ -9,6 +9,7 @@
 #include "attention/bwd_passes.h"
 #include "attention/sm80/launch.h"
 #include "attention/sm90/bwd_launch.h"
+#include "attention/sm90/fwd_launch.h"
 #include "common/check.h"
 #include "common/dispatch.h"
 
@@ -88,9 +89,17 @@ void with_bwd_class(const AttentionProblem& problem, const sm80::DeviceLimits& d
     });
 }
 
+/// Code for sm_90a runs on capability 9.0 and nowhere else.
+bool may_use_hopper(const AttentionProblem& problem, const sm80::DeviceLimits& device) {
+    return device.capability_major == 9 && device.capability_minor == 0 && !problem.force_portable;
+}
+
+bool uses_hopper_fwd(const AttentionFwdParams& params, const sm80::DeviceLimits& device) {
+    return may_use_hopper(params.problem, device) && sm90::can_run_fwd(params);
+}
+
 bool uses_hopper_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& device) {
-    return device.capability_major == 9 && device.capability_minor == 0 &&
-           sm90::can_run_bwd(params);
+    return may_use_hopper(params.problem, device) && sm90::can_run_bwd(params);
 }
 
 BwdPlan plan_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& device) {
@@ -106,15 +115,22 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& dev
 
 namespace cuda {
 
-int64_t attention_fwd_workspace_bytes(const AttentionFwdParams&) {
-    return 0;
+int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params) {
+    return uses_hopper_fwd(params, device_limits()) ? sm90::kFwdWorkspaceBytes : 0;
 }
 
 void attention_fwd(const AttentionFwdParams& params, void* stream) {
     const sm80::DeviceLimits& device = device_limits();
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    const bool hopper = uses_hopper_fwd(params, device);
     with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
-        sm80::launch_fwd<head_dim.value, head_dim_v.value>(params, device,
-                                                           static_cast<cudaStream_t>(stream));
+        constexpr int kHeadDim = head_dim.value, kHeadDimV = head_dim_v.value;
+        if constexpr (kHeadDim <= 256) {
+            if (hopper) {
+                return sm90::launch_fwd<kHeadDim, kHeadDimV>(params, device.num_sms, cuda_stream);
+            }
+        }
+        sm80::launch_fwd<kHeadDim, kHeadDimV>(params, device, cuda_stream);
     });
 }
 

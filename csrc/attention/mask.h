@@ -70,4 +70,28 @@ struct Mask {
     }
 };
 
+/// A Mask in 32 bits, for the tests per score: row i sees keys j with i + left <= j < min(i +
+/// right, seqlen_k). Bounds beyond the sequence are cut to its ends, which changes no row's keys.
+struct RowBounds {
+    int left = 0;
+    int right = 0;
+    int seqlen_k = 0;
+
+    FAN_HOST_DEVICE static RowBounds make(const Mask& mask) {
+        RowBounds bounds;
+        const int64_t left = mask.shift() - mask.window_left;
+        const int64_t right = mask.shift() + mask.window_right + 1;
+        const int64_t far_left = -mask.seqlen_q;
+        bounds.seqlen_k = static_cast<int>(mask.seqlen_k);
+        bounds.left = static_cast<int>(mask.window_left < 0 || left < far_left ? far_left
+                                       : left > mask.seqlen_k                  ? mask.seqlen_k
+                                                                               : left);
+        bounds.right =
+            static_cast<int>(mask.window_right < 0 || right > mask.seqlen_k ? mask.seqlen_k
+                             : right < far_left                             ? far_left
+                                                                            : right);
+        return bounds;
+    }
+};
+
 }  // namespace flash_attn_norm

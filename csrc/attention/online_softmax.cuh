@@ -86,6 +86,55 @@ struct OnlineSoftmax {
         }
     }
 
+    /// update() for output that a product in flight still adds to: leaves it alone, returns in
+    /// `shrink` the factors that it must be multiplied by, and false if they are all 1. kLazy: as
+    /// long as no maximum of the warp's rows has grown by more than 2^8 since it was last taken,
+    /// the old ones stay, and probabilities may reach 2^8. The results are the same up to
+    /// rounding, but a row's largest probability is no longer exactly 1.
+    template <bool kGuard, bool kLazy, int kTilesN>
+    __device__ __forceinline__ bool probabilities(float (&acc_s)[kTilesM][kTilesN][4],
+                                                  float (&shrink)[kTilesM][2], float scale_log2) {
+        constexpr float kLazyLog2 = 8.0f;
+        float new_max[kTilesM][2];
+        bool grew = false;
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                float tile_max = row_max[m][r];
+#pragma unroll
+                for (int n = 0; n < kTilesN; ++n) {
+                    tile_max = fmaxf(tile_max, fmaxf(acc_s[m][n][2 * r], acc_s[m][n][2 * r + 1]));
+                }
+                new_max[m][r] = quad_max(tile_max);
+                grew |= (new_max[m][r] - row_max[m][r]) * scale_log2 > kLazyLog2;
+            }
+        }
+        grew = !kLazy || __any_sync(0xffffffffu, grew);
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                if (!grew) new_max[m][r] = row_max[m][r];
+                const float base = kGuard && new_max[m][r] < kLowestScore ? 0.0f : new_max[m][r];
+                shrink[m][r] = ptx::ex2_approx((row_max[m][r] - base) * scale_log2);
+                row_max[m][r] = new_max[m][r];
+                const float offset = -base * scale_log2;
+                float tile_sum = 0.0f;
+#pragma unroll
+                for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+                    for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                        acc_s[m][n][e] = ptx::ex2_approx(fmaf(acc_s[m][n][e], scale_log2, offset));
+                        tile_sum += acc_s[m][n][e];
+                    }
+                }
+                row_sum[m][r] = fmaf(row_sum[m][r], shrink[m][r], tile_sum);
+            }
+        }
+        return grew;
+    }
+
     /// The logarithm of the row's sum in natural units, and in `normalizer` the factor that turns
     /// the accumulated output into the result. `sink` is one more logit of the row, -inf for none.
     __device__ __forceinline__ float finish(int m, int r, float scale_log2, float sink,

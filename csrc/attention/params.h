@@ -65,6 +65,8 @@ struct AttentionProblem {
     BiasStrides attn_bias_strides;  // packed: no batch stride; row counts packed rows
     int64_t bias_columns = 0;       // keys that attn_bias covers; at least the longest seqlen_k
 
+    bool force_portable = false;  // for diagnosis: never the kernels of one card only
+
     FAN_HOST_DEVICE bool is_packed() const { return cu_seqlens_q != nullptr; }
     FAN_HOST_DEVICE int group_size() const { return num_heads_q / num_heads_kv; }
 };

@@ -27,30 +27,6 @@ __device__ __forceinline__ void for_each_score(float (&acc_s)[kTilesM][kTilesN][
     }
 }
 
-/// A Mask in 32 bits, for the tests per score: row i sees keys j with i + left <= j < min(i +
-/// right, seqlen_k). Bounds beyond the sequence are cut to its ends, which changes no row's keys.
-struct RowBounds {
-    int left = 0;
-    int right = 0;
-    int seqlen_k = 0;
-
-    __device__ static RowBounds make(const Mask& mask) {
-        RowBounds bounds;
-        const int64_t left = mask.shift() - mask.window_left;
-        const int64_t right = mask.shift() + mask.window_right + 1;
-        const int64_t far_left = -mask.seqlen_q;
-        bounds.seqlen_k = static_cast<int>(mask.seqlen_k);
-        bounds.left = static_cast<int>(mask.window_left < 0 || left < far_left ? far_left
-                                       : left > mask.seqlen_k                  ? mask.seqlen_k
-                                                                               : left);
-        bounds.right =
-            static_cast<int>(mask.window_right < 0 || right > mask.seqlen_k ? mask.seqlen_k
-                             : right < far_left                             ? far_left
-                                                                            : right);
-        return bounds;
-    }
-};
-
 /// Sets the scores of keys that their row does not see to -inf.
 template <int kTilesM, int kTilesN>
 __device__ __forceinline__ void apply_mask(float (&acc_s)[kTilesM][kTilesN][4], int row, int key,
@@ -71,6 +47,37 @@ __device__ __forceinline__ void apply_mask(float (&acc_s)[kTilesM][kTilesN][4], 
                         acc_s[m][n][2 * r + e] = negative_infinity();
                     }
                 }
+            }
+        }
+    }
+}
+
+/// Sets the scores of the columns from `end` on to -inf; end[r] counts from this lane's first
+/// column, for its two rows of each tile of 16.
+template <int kTilesN>
+__device__ __forceinline__ void mask_from(float (&acc_s)[1][kTilesN][4], const int (&end)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                if (8 * n + e >= end[r]) acc_s[0][n][2 * r + e] = negative_infinity();
+            }
+        }
+    }
+}
+
+/// The same for the columns before `begin`.
+template <int kTilesN>
+__device__ __forceinline__ void mask_until(float (&acc_s)[1][kTilesN][4], const int (&begin)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int n = 0; n < kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                if (8 * n + e < begin[r]) acc_s[0][n][2 * r + e] = negative_infinity();
             }
         }
     }

@@ -51,5 +51,22 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
     return done != 0;
 }
 
+/// mbarrier.try_wait.parity (sm_90) until the phase of this parity has completed. The loop is part
+/// of the assembly: in C++ it would be a branch on which the lanes of a warp might part, and what
+/// follows would no longer count as uniform.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{\n"
+        "  .reg .pred p;\n"
+        "retry:\n"
+        "  mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+        "  @p bra done;\n"
+        "  bra retry;\n"
+        "done:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
 }  // namespace ptx
 }  // namespace flash_attn_norm

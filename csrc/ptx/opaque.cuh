@@ -10,5 +10,11 @@ __device__ __forceinline__ void make_opaque(T*& pointer) {
     asm volatile("" : "+l"(pointer));
 }
 
+/// The same for a number: what is computed from it is computed here, not ahead of a loop around it,
+/// where it would take registers all the while.
+__device__ __forceinline__ void make_opaque(int& value) {
+    asm volatile("" : "+r"(value));
+}
+
 }  // namespace ptx
 }  // namespace flash_attn_norm

@@ -30,7 +30,8 @@ def _sources() -> list:
     """All C++ of csrc/attention for the CPU, as build.toml lists it, and what it calls."""
     listed = read_build_toml(ROOT).kernel["attention_cpu"].src
     sources = [ROOT / path for path in listed if path.endswith(".cpp")]
-    return [*sources, ROOT / "csrc/common/cpu_features.cpp", Path(__file__).parent / f"{NAME}.cpp"]
+    own = [Path(__file__).parent / name for name in (f"{NAME}.cpp", "sm90_native.cpp")]
+    return [*sources, ROOT / "csrc/common/cpu_features.cpp", *own]
 
 
 def _build() -> Path:

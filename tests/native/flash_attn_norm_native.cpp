@@ -28,6 +28,8 @@
 namespace py = pybind11;
 using namespace flash_attn_norm;
 
+void bind_sm90(py::module_& module);  // sm90_native.cpp
+
 namespace {
 
 /// Real threads, each given its own slice.
@@ -334,6 +336,7 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
     });
     module.def("block_slots", &block_slots);
     module.def("bwd_tiles", &bwd_tiles);
+    bind_sm90(module);
 
     module.def("packed_rows",
                [](const std::vector<int32_t>& cu_seqlens, int64_t batch, int64_t total) {

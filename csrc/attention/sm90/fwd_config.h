@@ -1,0 +1,112 @@
+#pragma once
+
+#include "attention/sm90/tile_layout.h"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// What a forward kernel holds code for, so that what is off costs nothing.
+enum class FwdBody {
+    kFull,         // every row sees every key of its sequence
+    kBanded,       // causal masks and windows
+    kBandedShort,  // the same, for few keys
+    kGeneral,      // softcap and ALiBi as well
+};
+
+/// Tile and schedule of a forward kernel. Each consumer warpgroup owns 64 of the block_m query rows
+/// and meets block_n keys at a time.
+struct FwdTile {
+    int block_m = 128;
+    int block_n = 128;
+    int q_stages = 2;            // 2: the next tile's Q is loaded while this one is worked on
+    int kv_stages = 2;           // of K and of V
+    bool ping_pong = true;       // warpgroups take turns with the tensor cores
+    bool early_claim = false;    // the next tile is claimed two loads before a tile's last one
+    bool evict_hints = false;    // keep K and V in the L2, let Q go
+    bool lazy_rescale = false;   // see OnlineSoftmax::probabilities
+    bool rescale_first = false;  // O is rescaled between the two products of a step, not after them
+    bool wait_first = false;     // softmax starts when both products of a step are done
+    bool own_output = true;      // O has a tile of its own; else it is staged in Q's
+};
+
+/// Measured on an H200 (docs/attention_sm90.md). Registers bound the tiles: 232 per thread with two
+/// consumer warpgroups, 160 with three; so does shared memory, 227 KB.
+constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
+    FwdTile tile;
+    if (head_dim == 64 && (body == FwdBody::kFull || body == FwdBody::kBanded)) {
+        tile.block_m = 192;
+        tile.early_claim = true;
+        tile.lazy_rescale = true;
+    } else if (head_dim == 64) {
+        tile.kv_stages = 3;
+        tile.ping_pong = false;
+        tile.early_claim = true;
+    } else if (head_dim == 192 && head_dim_v == 192) {
+        tile.block_n = 112;
+    } else if (head_dim == 256) {
+        tile.block_n = 80;
+        tile.lazy_rescale = true;
+    } else if (head_dim <= 128 && body != FwdBody::kFull) {
+        tile.early_claim = true;
+        tile.evict_hints = true;
+    }
+    if (head_dim > 128) {
+        tile.q_stages = 1;
+        tile.ping_pong = false;
+        tile.rescale_first = true;
+        tile.own_output = false;
+    }
+    return tile;
+}
+
+/// kBandedShort serves up to this many keys.
+constexpr int kFewKeys = 1024;
+
+/// A forward kernel's parameters in the form of a type: what it computes, and its tile.
+template <class Element_, int kHeadDim_, int kHeadDimV_, FwdBody kBody_>
+struct FwdKernel {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr FwdBody kBody = kBody_;
+    static constexpr FwdTile kTile = fwd_tile(kHeadDim, kHeadDimV, kBody);
+};
+
+/// What follows from a FwdKernel.
+template <class Kernel>
+struct FwdConfig {
+    using Element = typename Kernel::Element;
+    static constexpr FwdTile kTile = Kernel::kTile;
+    static constexpr FwdBody kBody = Kernel::kBody;
+    static constexpr bool kBanded = kBody != FwdBody::kFull;
+    static constexpr bool kGeneral = kBody == FwdBody::kGeneral;
+    static constexpr int kHeadDim = Kernel::kHeadDim;
+    static constexpr int kHeadDimV = Kernel::kHeadDimV;
+    static constexpr int kBlockM = kTile.block_m;
+    static constexpr int kBlockN = kTile.block_n;
+    static constexpr int kQStages = kTile.q_stages;
+    static constexpr int kStages = kTile.kv_stages;
+
+    static constexpr int kConsumers = kBlockM / 64;  // warpgroups
+    static constexpr int kThreads = 128 * (kConsumers + 1);
+    // ptxas gives every thread the same number of registers at first; the sum over the warpgroups
+    // must not exceed the SM's 65536. With 24 the scheduler spills.
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+
+    using LayoutQ = TileLayout<kBlockM, kHeadDim>;
+    using LayoutK = TileLayout<kBlockN, kHeadDim>;
+    using LayoutV = TileLayout<kBlockN, kHeadDimV>;
+    using LayoutO = TileLayout<kBlockM, kHeadDimV>;
+    // A warpgroup's accumulators, in groups of eight columns
+    static constexpr int kTilesN = kBlockN / 8;
+    static constexpr int kTilesD = kHeadDimV / 8;
+
+    static_assert(kBlockM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "64 rows each");
+    static_assert(kBlockN % 16 == 0, "whole steps of P V");
+    static_assert(kTile.own_output || (kQStages == 1 && LayoutO::kBytes <= LayoutQ::kBytes),
+                  "O is staged in the only Q tile");
+};
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

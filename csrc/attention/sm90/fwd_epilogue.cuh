@@ -1,0 +1,159 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "attention/element.cuh"
+#include "attention/online_softmax.cuh"
+#include "attention/params.h"
+#include "attention/sm90/fwd_shared_storage.h"
+#include "attention/sm90/fwd_work.h"
+#include "ptx/named_barrier.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/shared_address.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// What a launch hands to the kernel. The maps come first: they must be 64-byte aligned.
+struct FwdArguments {
+    CUtensorMap map_q, map_k, map_v;  // boxes of a tile's rows
+    CUtensorMap map_out;              // boxes of 64 rows
+    AttentionFwdParams params;
+    FwdTileWalk walk;
+    int num_tiles = 0;
+    int* tile_counter = nullptr;  // zero at the start; null: tiles are dealt out in turn
+};
+
+/// Named barriers; 0 is __syncthreads().
+constexpr int kBarrierTurn = 1;    // one per consumer warpgroup
+constexpr int kBarrierOutput = 4;  // one per consumer warpgroup
+constexpr int kBarrierValuesCleared = 7;
+
+/// The sink of the tile's head in natural units, -inf for none; rows that no sequence covers have
+/// none either.
+__device__ __forceinline__ float sink_of(const AttentionProblem& problem, const FwdWork& work) {
+    if (problem.s_aux == nullptr || work.sequence == problem.batch_size) {
+        return negative_infinity();
+    }
+    return load_as_float(problem.s_aux, problem.s_aux_dtype, work.head);
+}
+
+/// Where a warpgroup's 64 rows of the tile go.
+struct FwdRows {
+    int first = 0;  // in the sequence
+    int count = 0;  // that exist, up to 64
+    int batch = 0;
+    float* lse = nullptr;     // of the first row
+    uint16_t* out = nullptr;  // likewise
+    int64_t row_stride = 0;   // of out
+
+    __device__ __forceinline__ FwdRows(const AttentionFwdParams& params, const FwdWork& work,
+                                       int block_m, int warpgroup) {
+        const AttentionProblem& problem = params.problem;
+        first = work.block * block_m + 64 * warpgroup;
+        count = min(work.seqlen_q - first, 64);
+        batch = problem.is_packed() ? 0 : work.sequence;
+        const int64_t lse_row =
+            problem.is_packed()
+                ? int64_t{work.head} * problem.total_q + work.row_q
+                : (int64_t{batch} * problem.num_heads_q + work.head) * problem.seqlen_q;
+        lse = params.softmax_lse + lse_row + first;
+        row_stride = int64_t{problem.num_heads_q} * problem.head_dim_v;
+        const int64_t row = int64_t{batch} * problem.seqlen_q + work.row_q + first;
+        out = static_cast<uint16_t*>(params.out) + row * row_stride +
+              int64_t{work.head} * problem.head_dim_v;
+    }
+};
+
+/// Rows that see no key: output 0, LSE -inf or the sink.
+template <class Config>
+__device__ __forceinline__ void store_empty_rows(const FwdArguments& arguments, const FwdWork& work,
+                                                 int warpgroup, int thread) {
+    ptx::make_opaque(thread);
+    const AttentionProblem& problem = arguments.params.problem;
+    const FwdRows rows(arguments.params, work, Config::kBlockM, warpgroup);
+    const int units = problem.head_dim_v / 8;
+    for (int i = thread; i < rows.count * units; i += 128) {
+        const int row = i / units, unit = i - row * units;
+        *reinterpret_cast<uint4*>(rows.out + row * rows.row_stride + unit * 8) =
+            make_uint4(0, 0, 0, 0);
+    }
+    if (thread < rows.count) rows.lse[thread] = sink_of(problem, work);
+}
+
+/// Writes a warpgroup's rows: normalised and rounded into its part of the output tile, from where
+/// the copy engine takes them. Nobody else touches that part, so no warpgroup waits for another.
+template <class Config>
+__device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
+                                             const FwdArguments& arguments, const FwdWork& work,
+                                             int warpgroup, int thread,
+                                             const float (&acc_o)[1][Config::kTilesD][4],
+                                             const float (&lse)[2], const float (&normalizer)[2]) {
+    ptx::make_opaque(thread);  // no address of this function in the main loop's registers
+    using Element = typename Config::Element;
+    using Layout = typename Config::LayoutO;
+    const AttentionProblem& problem = arguments.params.problem;
+    const FwdRows rows(arguments.params, work, Config::kBlockM, warpgroup);
+    const int lane = thread & 31, warp = thread >> 5;
+    const int tile_row = 64 * warpgroup;
+    const int barrier = kBarrierOutput + warpgroup;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = 16 * warp + lane / 4 + 8 * r;
+        if (lane % 4 == 0 && row < rows.count) rows.lse[row] = lse[r];
+    }
+    if constexpr (Config::kTile.own_output) {  // the last tile's store has read it
+        if (thread == 0) ptx::bulk_wait_group_read<0>();
+        ptx::bar_sync(barrier, 128);
+    }
+    unsigned char* tile = shared.out_tile();
+    const uint32_t address = ptx::shared_address(tile);
+    const int my_row = tile_row + 16 * warp + lane % 16;
+#pragma unroll
+    for (int d = 0; d < Config::kTilesD; d += 2) {
+        const auto pair = [&](int group, int r) {
+            return Element::pack(acc_o[0][group][2 * r] * normalizer[r],
+                                 acc_o[0][group][2 * r + 1] * normalizer[r]);
+        };
+        ptx::stmatrix_x4(address + Layout::unit_offset(my_row, d + lane / 16), pair(d, 0),
+                         pair(d, 1), pair(d + 1, 0), pair(d + 1, 1));
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::bar_sync(barrier, 128);
+
+    // No barrier inside these branches: the compiler would have to reckon with lanes that part, and
+    // keep nothing of the main loop in uniform registers.
+    const int units = problem.head_dim_v / 8;
+    if (!problem.is_packed() || rows.count == 64) {
+        if (thread == 0 && rows.count > 0) {
+#pragma unroll 1
+            for (int c = 0; c * Layout::kUnitsPerRow < units; ++c) {
+                ptx::tma_store_4d(&arguments.map_out,
+                                  address + c * Layout::kChunkBytes + tile_row * Layout::kRowBytes,
+                                  c * Layout::kChunkColumns, work.row_q + rows.first, work.head,
+                                  rows.batch);
+            }
+            ptx::bulk_commit_group();
+        }
+    } else {  // the copy engine would write on into the next sequence
+        for (int i = thread; i < rows.count * units; i += 128) {
+            const int row = i / units, unit = i - row * units;
+            *reinterpret_cast<uint4*>(rows.out + row * rows.row_stride + unit * 8) =
+                *reinterpret_cast<const uint4*>(tile + Layout::unit_offset(tile_row + row, unit));
+        }
+    }
+    if constexpr (!Config::kTile.own_output) {  // the tile is Q's again
+        ptx::bar_sync(barrier, 128);
+        if (thread == 0) {
+            ptx::bulk_wait_group_read<0>();
+            shared.q_empty[0].arrive();
+        }
+    }
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm

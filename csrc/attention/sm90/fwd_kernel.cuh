@@ -1,0 +1,465 @@
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "attention/online_softmax.cuh"
+#include "attention/params.h"
+#include "attention/scores.cuh"
+#include "attention/sm90/fwd_config.h"
+#include "attention/sm90/fwd_epilogue.cuh"
+#include "attention/sm90/fwd_shared_storage.h"
+#include "attention/sm90/fwd_work.h"
+#include "attention/sm90/warpgroup_mma.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/shared_address.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace flash_attn_norm {
+namespace sm90 {
+
+/// The producer: one thread that has the copy engine fill the rings, tile by tile, until no tile is
+/// left. Blocks of keys go from right to left. K runs one block ahead of V, as the consumers use
+/// them.
+template <class Config>
+__device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
+                                              const FwdArguments& arguments) {
+    using LayoutQ = typename Config::LayoutQ;
+    using LayoutK = typename Config::LayoutK;
+    using LayoutV = typename Config::LayoutV;
+    constexpr bool kHints = Config::kTile.evict_hints, kEarly = Config::kTile.early_claim;
+    constexpr ptx::L2Hint kKeep = kHints ? ptx::L2Hint::kEvictLast : ptx::L2Hint::kNormal;
+    constexpr ptx::L2Hint kOnce = kHints ? ptx::L2Hint::kEvictFirst : ptx::L2Hint::kNormal;
+    const AttentionProblem& problem = arguments.params.problem;
+    PipelineState<Config::kQStages> q_state;
+    PipelineState<Config::kStages> k_state, v_state;
+    q_state.parity = k_state.parity = v_state.parity = 1;
+
+#pragma unroll 1
+    for (uint32_t round = 0;; ++round) {
+        // Late claim: a tile that is claimed early may start late, while others idle.
+        if (round > 0 && !kEarly) shared.work_empty.arrive();
+        shared.work_full.wait(round & 1);
+        if (shared.work.is_end()) return;
+        const int begin = shared.work.blocks.begin, end = shared.work.blocks.end;
+        const int head = shared.work.head, kv_head = head / problem.group_size();
+        const int batch = problem.is_packed() ? 0 : shared.work.sequence;
+        const int row_q = shared.work.row_q + shared.work.block * Config::kBlockM;
+        const int row_k = shared.work.row_k;
+        if (begin >= end) {
+            if (kEarly) shared.work_empty.arrive();
+            continue;
+        }
+        const auto load_q = [&] {
+            Mbarrier& full = shared.q_full[q_state.index];
+            shared.q_empty[q_state.index].wait(q_state.parity);
+            full.arrive_expect_bytes(LayoutQ::kBytes);
+            const uint32_t tile = ptx::shared_address(shared.q[q_state.index].bytes);
+#pragma unroll 1
+            for (int c = 0; c < LayoutQ::kChunks; ++c) {
+                ptx::tma_load_4d<kOnce>(tile + c * LayoutQ::kChunkBytes, &arguments.map_q,
+                                        full.address(), c * LayoutQ::kChunkColumns, row_q, head,
+                                        batch);
+            }
+            q_state.advance();
+        };
+        const auto load_k = [&](int n_block) {
+            Mbarrier& full = shared.k_full[k_state.index];
+            shared.k_empty[k_state.index].wait(k_state.parity);
+            full.arrive_expect_bytes(LayoutK::kBytes);
+            const uint32_t tile = ptx::shared_address(shared.k[k_state.index].bytes);
+#pragma unroll 1
+            for (int c = 0; c < LayoutK::kChunks; ++c) {
+                ptx::tma_load_4d<kKeep>(tile + c * LayoutK::kChunkBytes, &arguments.map_k,
+                                        full.address(), c * LayoutK::kChunkColumns,
+                                        row_k + n_block * Config::kBlockN, kv_head, batch);
+            }
+            k_state.advance();
+        };
+        const auto load_v = [&](int n_block) {
+            Mbarrier& full = shared.v_full[v_state.index];
+            shared.v_empty[v_state.index].wait(v_state.parity);
+            full.arrive_expect_bytes(LayoutV::kBytes);
+            const uint32_t tile = ptx::shared_address(shared.v[v_state.index].bytes);
+#pragma unroll 1
+            for (int c = 0; c < LayoutV::kChunks; ++c) {
+                ptx::tma_load_4d<kKeep>(tile + c * LayoutV::kChunkBytes, &arguments.map_v,
+                                        full.address(), c * LayoutV::kChunkColumns,
+                                        row_k + n_block * Config::kBlockN, kv_head, batch);
+            }
+            v_state.advance();
+        };
+
+        const int claim_at = min(end - 2, begin + 1);  // two loads of K before the last
+        if (kEarly && claim_at < begin) shared.work_empty.arrive();
+        if (Config::kQStages > 1) {
+            load_q();
+            load_k(end - 1);
+        } else {  // the only Q tile is still in use: K of this tile can go ahead
+            load_k(end - 1);
+            load_q();
+        }
+#pragma unroll 1
+        for (int n_block = end - 2; n_block >= begin; --n_block) {
+            if (kEarly && n_block == claim_at) shared.work_empty.arrive();
+            load_k(n_block);
+            load_v(n_block + 1);
+        }
+        load_v(begin);
+    }
+}
+
+/// The scheduler: one thread of another warp that finds the next tile and describes it to all.
+template <class Config>
+__device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
+                                               const FwdArguments& arguments) {
+    const AttentionProblem& problem = arguments.params.problem;
+    const int stride = static_cast<int>(gridDim.x);
+    const bool counted = arguments.tile_counter != nullptr;
+    const auto claim = [&](int index) {
+        return counted ? stride + atomicAdd(arguments.tile_counter, 1) : index + stride;
+    };
+    int index = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+    for (uint32_t round = 0;; ++round) {
+        FwdWork work;
+#pragma unroll 1
+        for (; index < arguments.num_tiles; index = claim(index)) {
+            arguments.walk.find(index, work);
+            if (complete_work(problem, Config::kBlockM, Config::kBlockN, work)) break;
+        }
+        if (index >= arguments.num_tiles) work.block = -1;
+        // A tile that is known beforehand was looked up while the last one was still in use.
+        if (!counted && round > 0) shared.work_empty.wait((round - 1) & 1);
+        shared.work = work;
+        shared.work_full.arrive();
+        if (work.is_end()) return;
+        if (counted) shared.work_empty.wait(round & 1);
+        index = claim(index);
+    }
+}
+
+/// One consumer warpgroup: 64 query rows of the tile.
+template <class Config>
+class FwdConsumer {
+  public:
+    using Element = typename Config::Element;
+    using LayoutQ = typename Config::LayoutQ;
+    using LayoutK = typename Config::LayoutK;
+    using LayoutV = typename Config::LayoutV;
+
+    __device__ __forceinline__ FwdConsumer(FwdSharedStorage<Config>& shared_storage,
+                                           const FwdArguments& fwd_arguments, int warpgroup_index)
+        : shared(shared_storage), arguments(fwd_arguments), warpgroup(warpgroup_index) {
+        thread = static_cast<int>(threadIdx.x) % 128;
+        lane = thread % 32;
+        lane_row = 64 * warpgroup + thread / 32 * 16 + lane / 4;
+        const AttentionProblem& problem = arguments.params.problem;
+        scale_log2 = problem.softmax_scale * kLog2E;
+        if constexpr (Config::kGeneral) {
+            terms.softmax_scale = problem.softmax_scale;
+            terms.softcap = problem.softcap;
+            terms.has_alibi = problem.alibi_slopes != nullptr;
+            if (terms.transforms()) scale_log2 = kLog2E;
+        }
+    }
+
+    /// Works until no tile is left.
+    __device__ __forceinline__ void run() {
+        if (Config::kTile.ping_pong && warpgroup == 0) give_turn(0);
+        next_work();
+#pragma unroll 1
+        while (!work.is_end()) {
+            if (work.blocks.begin < work.blocks.end) {
+                consume_kv_tiles();
+            } else {
+                store_empty_rows<Config>(arguments, work, warpgroup, thread);
+                next_work();
+            }
+        }
+        // Shared memory must outlive the last store's reading of it.
+        if (thread == 0) ptx::bulk_wait_group_read<0>();
+    }
+
+  private:
+    /// O += softmax(Q K^T) V over the tile's key blocks, right to left: under a causal mask only
+    /// the first ones cross the diagonal. Then stores O.
+    __device__ __forceinline__ void consume_kv_tiles() {
+        const BlockRange blocks = work.blocks;
+        int n_block = blocks.end - 1;
+        begin_tile();
+
+        // S = Q K^T of the first block, whose keys may end within it
+        shared.q_full[q_state.index].wait(q_state.parity);
+        shared.k_full[k_state.index].wait(k_state.parity);
+        issue_qk();
+        ptx::wgmma_wait_group<0>();
+        release(shared.k_empty, k_state);
+        score_to_probabilities</*kMasked=*/true>(n_block);
+        round_probabilities();
+        clear_values_past_end();
+
+        // Each step multiplies the next block's Q K^T and this block's P V at once, and works on
+        // the softmax of the one while the other is running.
+        if constexpr (Config::kGeneral) {
+            steps</*kMasked=*/true>(n_block, blocks.begin);
+        } else if constexpr (Config::kBanded) {
+            steps</*kMasked=*/true>(n_block, max(blocks.begin, blocks.full_end));
+            steps</*kMasked=*/false>(n_block, max(blocks.begin, blocks.full_begin));
+            steps</*kMasked=*/true>(n_block, blocks.begin);
+        } else {
+            steps</*kMasked=*/false>(n_block, blocks.begin);
+        }
+
+        // O += P V of the last block; the next tile is looked up meanwhile
+        if (Config::kTile.own_output && thread == 0) shared.q_empty[q_state.index].arrive();
+        q_state.advance();
+        if (Config::kTile.rescale_first) rescale_output();
+        shared.v_full[v_state.index].wait(v_state.parity);
+        issue_pv();
+        const FwdWork finished = work;
+        next_work();
+        float lse[2];
+        float normalizer[2];
+        finish_rows(finished, lse, normalizer);
+        ptx::wgmma_wait_group<0>();
+        release(shared.v_empty, v_state);
+        store_output(shared, arguments, finished, warpgroup, thread, acc_o, lse, normalizer);
+    }
+
+    /// Steps through the blocks n_block - 1 ... until.
+    template <bool kMasked>
+    __device__ __forceinline__ void steps(int& n_block, int until) {
+#pragma unroll 1
+        for (--n_block; n_block >= until; --n_block) {
+            // S = Q K^T
+            shared.k_full[k_state.index].wait(k_state.parity);
+            if (Config::kTile.ping_pong) take_turn();
+            issue_qk();
+            if (Config::kTile.rescale_first) rescale_output();
+
+            // O += P V of the block before
+            shared.v_full[v_state.index].wait(v_state.parity);
+            issue_pv();
+            if (Config::kTile.ping_pong) give_turn((warpgroup + 1) % Config::kConsumers);
+
+            // P = exp2(S * scale_log2 - row_max) beside that product
+            ptx::wgmma_wait_group<1>();
+            release(shared.k_empty, k_state);
+            if (Config::kTile.wait_first) finish_pv();
+            score_to_probabilities<kMasked>(n_block);
+            if (!Config::kTile.wait_first) finish_pv();
+            round_probabilities();
+            if (!Config::kTile.rescale_first) rescale_output();
+        }
+        ++n_block;  // the last block that was worked on
+    }
+
+    __device__ __forceinline__ void begin_tile() {
+        softmax = OnlineSoftmax<1>();
+        shrink[0][0] = shrink[0][1] = 1.0f;
+        grew = true;
+#pragma unroll
+        for (int d = 0; d < Config::kTilesD; ++d) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc_o[0][d][e] = 0.0f;
+        }
+        if constexpr (Config::kGeneral) {
+            const AttentionProblem& problem = arguments.params.problem;
+            terms.shift = work.seqlen_k - work.seqlen_q;
+            if (terms.has_alibi && work.sequence < problem.batch_size) {
+                terms.alibi_slope =
+                    problem.alibi_slopes[work.sequence * problem.alibi_batch_stride + work.head];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void issue_qk() {
+        const uint32_t q = ptx::shared_address(shared.q[q_state.index].bytes) +
+                           static_cast<uint32_t>(64 * warpgroup * LayoutQ::kRowBytes);
+        const uint32_t k = ptx::shared_address(shared.k[k_state.index].bytes);
+        ptx::wgmma_fence();
+        gemm_columns<Element, LayoutQ, LayoutK>(acc_s, LayoutQ::column_descriptor(q),
+                                                LayoutK::column_descriptor(k));
+        ptx::wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void issue_pv() {
+        const uint32_t v = ptx::shared_address(shared.v[v_state.index].bytes);
+        ptx::wgmma_fence();
+        gemm_rows<Element, LayoutV>(acc_o, probabilities, LayoutV::row_descriptor(v));
+        ptx::wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void finish_pv() {
+        ptx::wgmma_wait_group<0>();
+        release(shared.v_empty, v_state);
+    }
+
+    /// Scores to probabilities in place, and the factors by which older output shrinks.
+    template <bool kMasked>
+    __device__ __forceinline__ void score_to_probabilities(int n_block) {
+        const int row = work.block * Config::kBlockM + lane_row;
+        const int key = n_block * Config::kBlockN + 2 * (lane % 4);
+        if constexpr (Config::kGeneral) {
+            if (terms.transforms()) terms.apply(acc_s, row, key);
+        }
+        if constexpr (kMasked) {
+            if constexpr (Config::kBanded) {
+                if (arguments.params.problem.window_left >= 0) {
+                    const int begin[2] = {row + work.left - key, row + 8 + work.left - key};
+                    mask_until(acc_s, begin);
+                }
+                const int end[2] = {min(row + work.right, work.seqlen_k) - key,
+                                    min(row + 8 + work.right, work.seqlen_k) - key};
+                mask_from(acc_s, end);
+            } else {
+                const int end[2] = {work.seqlen_k - key, work.seqlen_k - key};
+                mask_from(acc_s, end);
+            }
+        }
+        constexpr bool kGuard = kMasked || Config::kGeneral;
+        grew = softmax.template probabilities<kGuard, Config::kTile.lazy_rescale>(acc_s, shrink,
+                                                                                  scale_log2);
+    }
+
+    /// Rounds P to the element type: an accumulator's layout is that of an A operand.
+    __device__ __forceinline__ void round_probabilities() {
+#pragma unroll
+        for (int n = 0; n < Config::kTilesN; ++n) {
+            probabilities[2 * n] = Element::pack(acc_s[0][n][0], acc_s[0][n][1]);
+            probabilities[2 * n + 1] = Element::pack(acc_s[0][n][2], acc_s[0][n][3]);
+        }
+    }
+
+    __device__ __forceinline__ void rescale_output() {
+        if (Config::kTile.lazy_rescale && !grew) return;
+#pragma unroll
+        for (int d = 0; d < Config::kTilesD; ++d) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc_o[0][d][e] *= shrink[0][e >> 1];
+        }
+    }
+
+    /// The rows of V behind the end of a packed sequence belong to the next one or to nobody. Their
+    /// probabilities are 0, but 0 * NaN is not: zeros take their place.
+    __device__ __forceinline__ void clear_values_past_end() {
+        if (!arguments.params.problem.is_packed()) return;
+        const int end = work.blocks.end * Config::kBlockN;
+        if (end <= work.seqlen_k) return;
+        shared.v_full[v_state.index].wait(v_state.parity);
+        const int first = Config::kBlockN - (end - work.seqlen_k);
+        constexpr int kUnits = Config::kHeadDimV / 8;
+        const int count = (Config::kBlockN - first) * kUnits;
+        int from = 128 * warpgroup + thread;
+        ptx::make_opaque(from);
+        for (int i = from; i < count; i += 128 * Config::kConsumers) {
+            const int offset = LayoutV::unit_offset(first + i / kUnits, i % kUnits);
+            *reinterpret_cast<uint4*>(shared.v[v_state.index].bytes + offset) =
+                make_uint4(0, 0, 0, 0);
+        }
+        ptx::fence_proxy_async_shared();
+        ptx::bar_sync(kBarrierValuesCleared, 128 * Config::kConsumers);
+    }
+
+    /// The LSE of this lane's two rows and the factors that turn O into the output.
+    __device__ __forceinline__ void finish_rows(const FwdWork& finished, float (&lse)[2],
+                                                float (&normalizer)[2]) {
+        const float sink = sink_of(arguments.params.problem, finished);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            lse[r] = softmax.finish(0, r, scale_log2, sink, normalizer[r]);
+        }
+    }
+
+    __device__ __forceinline__ void next_work() {
+        shared.work_full.wait(work_round & 1);
+        ++work_round;
+        work = shared.work;
+        __syncwarp();
+        if (lane == 0) shared.work_empty.arrive();
+    }
+
+    template <int kStages>
+    __device__ __forceinline__ void release(Mbarrier (&empty)[kStages],
+                                            PipelineState<kStages>& state) {
+        if (thread == 0) empty[state.index].arrive();
+        state.advance();
+    }
+
+    __device__ __forceinline__ void take_turn() { ptx::bar_sync(kBarrierTurn + warpgroup, 256); }
+    __device__ __forceinline__ void give_turn(int to) { ptx::bar_arrive(kBarrierTurn + to, 256); }
+
+    FwdSharedStorage<Config>& shared;
+    const FwdArguments& arguments;
+    const int warpgroup;
+    int thread;    // in the warpgroup
+    int lane;      // in the warp
+    int lane_row;  // this lane's first row in the tile; the other one lies eight below
+    float scale_log2;
+    ScoreTerms terms;
+    FwdWork work;
+    uint32_t work_round = 0;
+    PipelineState<Config::kQStages> q_state;
+    PipelineState<Config::kStages> k_state, v_state;
+
+    OnlineSoftmax<1> softmax;
+    float shrink[1][2];
+    bool grew = true;  // false: shrink is 1
+    float acc_s[1][Config::kTilesN][4];
+    uint32_t probabilities[Config::kBlockN / 4];
+    float acc_o[1][Config::kTilesD][4];
+};
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(FwdSharedStorage<Config>& shared) {
+    shared.work_full.init(1);
+    shared.work_empty.init(4 * Config::kConsumers + 1);  // the consumers' warps and the producer
+    for (int i = 0; i < Config::kQStages; ++i) {
+        shared.q_full[i].init(1);
+        shared.q_empty[i].init(Config::kConsumers);
+    }
+    for (int i = 0; i < Config::kStages; ++i) {
+        shared.k_full[i].init(1);
+        shared.k_empty[i].init(Config::kConsumers);
+        shared.v_full[i].init(1);
+        shared.v_empty[i].init(Config::kConsumers);
+    }
+    ptx::fence_mbarrier_init();
+}
+
+/// A persistent CTA: warpgroup 0 loads and schedules, the others compute.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdArguments arguments) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    auto& shared = *reinterpret_cast<FwdSharedStorage<Config>*>(shared_bytes);
+    const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+    if (threadIdx.x == 0) {
+        if (ptx::shared_address(shared_bytes) % 1024 != 0) __trap();  // swizzling needs it
+        init_barriers(shared);
+        ptx::prefetch_tensormap(&arguments.map_q);
+        ptx::prefetch_tensormap(&arguments.map_k);
+        ptx::prefetch_tensormap(&arguments.map_v);
+        ptx::prefetch_tensormap(&arguments.map_out);
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            load_kv_tiles(shared, arguments);
+        } else if (threadIdx.x == 32) {
+            schedule_tiles(shared, arguments);
+        }
+    } else {
+        ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+        FwdConsumer<Config>(shared, arguments, warpgroup - 1).run();
+    }
+}
+
+}  // namespace sm90
+}  // namespace flash_attn_norm
