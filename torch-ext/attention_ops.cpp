@@ -98,17 +98,24 @@ void point_at_inputs(AttentionArguments& arguments, Params& params) {
     params.v_strides = strides_of(arguments.v);
 }
 
-/// A float32 gradient in the shape of `bias`, and where its elements lie.
+/// A gradient in the shape of `bias`, and where its elements lie; float32 if sums go into it.
 Tensor empty_bias_gradient(const Tensor& bias, AttentionBwdParams& params) {
-    Tensor gradient = empty_like_device(bias, shape_of(bias), ScalarType::Float);
-    const auto stride = [&](int64_t dim) {
-        return gradient.size(dim) == 1 ? 0 : gradient.stride(dim);
-    };
     const int64_t head = bias.dim() - 3;
-    params.dattn_bias = static_cast<float*>(gradient.mutable_data_ptr());
+    const auto stride = [&](int64_t dim) {
+        int64_t entries = bias.size(dim) == 1 ? 0 : 1;
+        for (int64_t inner = dim + 1; inner < bias.dim(); ++inner) entries *= bias.size(inner);
+        return entries;
+    };
     params.dattn_bias_strides.batch = head > 0 ? stride(0) : 0;
     params.dattn_bias_strides.head = stride(head);
     params.dattn_bias_strides.row = stride(head + 1);
+#if defined(CUDA_KERNEL)
+    if (!bias.is_cpu()) params.dattn_bias_dtype = fan::cuda::bias_gradient_dtype(params);
+#endif
+    Tensor gradient = empty_like_device(
+        bias, shape_of(bias),
+        params.dattn_bias_dtype == fan::DType::kFloat32 ? ScalarType::Float : bias.scalar_type());
+    params.dattn_bias = gradient.mutable_data_ptr();
     return gradient;
 }
 

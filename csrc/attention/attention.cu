@@ -138,6 +138,11 @@ int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params) {
     return plan_bwd(params, device_limits()).carve(params).total_bytes;
 }
 
+DType bias_gradient_dtype(const AttentionBwdParams& params) {
+    const bool summed = params.dattn_bias_strides.row == 0 || bias_gradient_is_shared(params);
+    return summed ? DType::kFloat32 : params.problem.attn_bias_dtype;
+}
+
 void attention_bwd(const AttentionBwdParams& params, void* stream) {
     const sm80::DeviceLimits& device = device_limits();
     const auto cuda_stream = static_cast<cudaStream_t>(stream);

@@ -34,6 +34,10 @@ void attention_fwd(const AttentionFwdParams& params, void* stream);
 int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params);
 void attention_bwd(const AttentionBwdParams& params, void* stream);
 
+/// What params.dattn_bias must have: the dtype of the bias where each entry is written once, else
+/// float32. problem and dattn_bias_strides must be set.
+DType bias_gradient_dtype(const AttentionBwdParams& params);
+
 /// Rows of k, v, q and the cache may begin at any address and have any head_dim.
 void kvcache_append(const KvCacheAppendParams& params, void* stream);
 

@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(kSumThreads)
         const int64_t key = info.batch * problem.seqlen_k + info.row_k + column;
         for (int64_t h = head; h < head_end; ++h) sum += parts[h * keys + key];
     }
-    params.dattn_bias[batch * strides.batch + head * strides.head + column] = sum;
+    static_cast<float*>(params.dattn_bias)[batch * strides.batch + head * strides.head + column] =
+        sum;
 }
 
 void round_tiles(const AttentionProblem& problem, const GradientTiles& tiles, cudaStream_t stream) {

@@ -185,8 +185,9 @@ void bwd_preprocess(const AttentionBwdParams& params, const BwdPlan& plan, cudaS
             problem.is_packed() ? problem.total_k : problem.batch_size * problem.seqlen_k;
         const int64_t entries =
             columns_only ? problem.num_heads_q * keys : bias_gradient_entries(params);
+        const int64_t bytes = columns_only || params.dattn_bias_dtype == DType::kFloat32 ? 4 : 2;
         FAN_CUDA_CHECK(cudaMemsetAsync(columns_only ? workspace.bias_parts : params.dattn_bias, 0,
-                                       entries * 4, stream));
+                                       entries * bytes, stream));
     }
     const int64_t ctas = BlockSlots::queries(problem, plan.block_m).count() * problem.num_heads_q;
     if (ctas == 0) return;

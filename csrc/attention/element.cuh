@@ -11,6 +11,7 @@ namespace flash_attn_norm {
 /// The 16-bit element types of the kernels: how to round to them, read them and multiply them.
 /// cuda_bf16.h and cuda_fp16.h stay out: they take longer to parse than a kernel to compile.
 struct BFloat16 {
+    using Storage = uint16_t;
     static constexpr DType kDType = DType::kBFloat16;
 
     static __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -26,6 +27,7 @@ struct BFloat16 {
 };
 
 struct Float16 {
+    using Storage = uint16_t;
     static constexpr DType kDType = DType::kFloat16;
 
     static __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -104,14 +104,14 @@ struct AttentionBwdParams {
     const float* softmax_lse = nullptr;   // as written by the forward pass
     const float* dsoftmax_lse = nullptr;  // like softmax_lse, contiguous; null: zero
 
-    void* dq = nullptr;       // like q, contiguous
-    void* dk = nullptr;       // like k, contiguous: num_heads_kv heads, never num_heads_q
-    void* dv = nullptr;       // like v, contiguous
-    float* ds_aux = nullptr;  // [num_heads_q] in float32; null: not wanted
-    float* dattn_bias =
-        nullptr;  // like attn_bias with its broadcast dimensions of size 1, contiguous, float32;
-    BiasStrides
-        dattn_bias_strides;  // null: not wanted. 0 where the gradient is summed over that dimension
+    void* dq = nullptr;          // like q, contiguous
+    void* dk = nullptr;          // like k, contiguous: num_heads_kv heads, never num_heads_q
+    void* dv = nullptr;          // like v, contiguous
+    float* ds_aux = nullptr;     // [num_heads_q] in float32; null: not wanted
+    void* dattn_bias = nullptr;  // like attn_bias with its broadcast dimensions of size 1,
+                                 // contiguous; null: not wanted
+    DType dattn_bias_dtype = DType::kFloat32;  // another one: see cuda::bias_gradient_dtype
+    BiasStrides dattn_bias_strides;            // 0 where the gradient is summed over that dimension
     bool deterministic = false;
 
     void* workspace =

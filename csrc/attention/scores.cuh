@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "attention/bias.cuh"
 #include "attention/dropout.h"
 #include "attention/element.cuh"
 #include "attention/mask.h"
@@ -90,12 +91,8 @@ struct ScoreTerms {
     float softcap = 0.0f;
     float alibi_slope = 0.0f;
     bool has_alibi = false;
-    int shift = 0;               // seqlen_k - seqlen_q
-    const void* bias = nullptr;  // entry (row 0, key 0)
-    DType bias_dtype = DType::kFloat32;
-    int64_t bias_row_stride = 0;
-    int bias_rows = 0;     // a tile may be larger than the bias
-    int bias_columns = 0;  // keys past it have no bias
+    int shift = 0;  // seqlen_k - seqlen_q
+    Bias bias;
 
     __device__ static ScoreTerms make(const AttentionProblem& problem, const SeqlenInfo& info,
                                       int64_t batch, int head) {
@@ -107,26 +104,14 @@ struct ScoreTerms {
         if (terms.has_alibi && batch < problem.batch_size) {
             terms.alibi_slope = problem.alibi_slopes[batch * problem.alibi_batch_stride + head];
         }
-        if (problem.attn_bias != nullptr) {
-            const BiasStrides& strides = problem.attn_bias_strides;
-            const int64_t offset =
-                info.batch * strides.batch + head * strides.head + info.row_q * strides.row;
-            const int64_t columns =
-                info.seqlen_k < problem.bias_columns ? info.seqlen_k : problem.bias_columns;
-            terms.bias_dtype = problem.attn_bias_dtype;
-            terms.bias = static_cast<const char*>(problem.attn_bias) +
-                         offset * (terms.bias_dtype == DType::kFloat32 ? 4 : 2);
-            terms.bias_row_stride = strides.row;
-            terms.bias_rows = static_cast<int>(info.seqlen_q);
-            terms.bias_columns = static_cast<int>(columns);
-        }
+        terms.bias = Bias::make(problem, info, head);
         return terms;
     }
 
     /// False: the scores stay q . k, and the softmax applies the scale. A scale that is not
     /// positive would turn the order of the scores around and the mask's -inf into +inf or NaN.
     __device__ bool transforms() const {
-        return softcap > 0.0f || has_alibi || bias != nullptr || !(softmax_scale > 0.0f);
+        return softcap > 0.0f || has_alibi || bias.exists() || !(softmax_scale > 0.0f);
     }
 
     /// tanh(softmax_scale * dot / softcap), by the exponential: tanh.approx is good for 2^-11 only,
@@ -140,12 +125,7 @@ struct ScoreTerms {
         return -alibi_slope * fabsf(static_cast<float>(row + shift - key));
     }
 
-    __device__ __forceinline__ float bias_at(int row, int key) const {
-        if (row >= bias_rows || key >= bias_columns) return 0.0f;
-        return load_as_float(bias, bias_dtype, row * bias_row_stride + key);
-    }
-
-    /// q . k -> score in natural units, for a whole tile.
+    /// q . k -> score in natural units but for the bias, for a whole tile.
     template <int kTilesM, int kTilesN>
     __device__ __forceinline__ void apply(float (&acc_s)[kTilesM][kTilesN][4], int row,
                                           int key) const {
@@ -160,10 +140,6 @@ struct ScoreTerms {
             for_each_score(acc_s, row, key,
                            [&](float& score, int i, int j) { score += alibi(i, j); });
         }
-        if (bias != nullptr) {
-            for_each_score(acc_s, row, key,
-                           [&](float& score, int i, int j) { score += bias_at(i, j); });
-        }
     }
 
     /// The same for one entry; slope = d score / d (softmax_scale * dot).
@@ -176,7 +152,6 @@ struct ScoreTerms {
             slope = fmaf(-t, t, 1.0f);
         }
         if (has_alibi) value += alibi(row, key);
-        if (bias != nullptr) value += bias_at(row, key);
         return value;
     }
 };

@@ -26,6 +26,13 @@ __device__ __forceinline__ float rcp_approx(float x) {
     return y;
 }
 
+/// min.NaN.f32: the smaller one, NaN if either is (fminf would give the other one).
+__device__ __forceinline__ float min_nan(float a, float b) {
+    float smaller;
+    asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(smaller) : "f"(a), "f"(b));
+    return smaller;
+}
+
 /// cvt.rn.bf16x2.f32: two floats rounded to bfloat16, `low` in the low half.
 __device__ __forceinline__ uint32_t cvt_rn_bf16x2(float low, float high) {
     uint32_t packed;

@@ -200,8 +200,8 @@ void run_item(const BiasPlan& plan, const BiasScratch& s, int64_t index) {
     const SeqlenInfo info = seqlen_info(problem, owned_batch);
     const BiasStrides& strides = plan.params.dattn_bias_strides;
     const int64_t row = info.row_q + m_block * plan.block_m;
-    float* dst = plan.params.dattn_bias + info.batch * strides.batch + owned_head * strides.head +
-                 (plan.sums_rows ? 0 : row * strides.row) + key;
+    float* dst = static_cast<float*>(plan.params.dattn_bias) + info.batch * strides.batch +
+                 owned_head * strides.head + (plan.sums_rows ? 0 : row * strides.row) + key;
     for (int64_t r = 0; r < rows_in_tile; ++r) {
         std::memcpy(dst + r * strides.row, s.dbias + r * plan.block_n,
                     static_cast<size_t>(keys_in_tile) * sizeof(float));

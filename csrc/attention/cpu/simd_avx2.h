@@ -17,6 +17,8 @@ struct Avx2Simd {
     static Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
     static Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+    /// The smaller one, b if either is NaN.
+    static Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
     static Vec abs(Vec a) { return _mm256_andnot_ps(broadcast(-0.0f), a); }
     /// x where a < b, else y.
     static Vec select_less(Vec a, Vec b, Vec x, Vec y) {

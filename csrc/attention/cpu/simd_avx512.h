@@ -17,6 +17,8 @@ struct Avx512Simd {
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
     static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+    /// The smaller one, b if either is NaN.
+    static Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
     static Vec abs(Vec a) { return _mm512_abs_ps(a); }
     /// x where a < b, else y.
     static Vec select_less(Vec a, Vec b, Vec x, Vec y) {

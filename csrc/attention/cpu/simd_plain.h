@@ -28,6 +28,8 @@ struct PlainSimd {
     static Vec mul(Vec a, Vec b) { return a * b; }
     static Vec div(Vec a, Vec b) { return a / b; }
     static Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+    /// The smaller one, b if either is NaN.
+    static Vec min(Vec a, Vec b) { return select(a < b, a, b); }
     static Vec abs(Vec a) { return reinterpret_cast<Vec>(reinterpret_cast<Int>(a) & 0x7fffffff); }
     /// x where a < b, else y.
     static Vec select_less(Vec a, Vec b, Vec x, Vec y) { return select(a < b, x, y); }

@@ -77,7 +77,9 @@ struct GradientRow {
 
     /// P and dS = P * (dP - delta) of the columns from c on.
     void compute(int c, Vec scale, Vec* prob, Vec* dscore) const {
-        Vec p = Operand::exp2(Simd::fma(Simd::load(scores + c), scale, minus_lse));
+        // At most 1: of huge scores the LSE is so coarse that the power might be inf.
+        const Vec exponent = Simd::fma(Simd::load(scores + c), scale, minus_lse);
+        Vec p = Operand::exp2(Simd::min(Simd::broadcast(0.0f), exponent));
         Vec dp = Simd::load(dprobs + c);
         Vec dropped = p;
         if (keep != nullptr) {

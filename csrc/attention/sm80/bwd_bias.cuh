@@ -28,12 +28,13 @@ __device__ __forceinline__ void pass_turn(int* turn) {
 
 /// The gradient of the additive bias for one CTA and head.
 struct BiasGradient {
-    float* rows = nullptr;     // entry (row 0, key 0) of a bias with rows
+    void* rows = nullptr;      // entry (row 0, key 0) of a bias with rows
     float* columns = nullptr;  // key 0 of a bias without rows: sums over rows, one per head and key
     int* turns = nullptr;      // of (row block 0, this key block); null: no order needed
     int turn_stride = 0;       // key blocks
     int turn = 0;              // contributions that go first
     bool shared = false;       // other CTAs add to the same entries
+    bool is_float32 = true;    // else of the kernel's element type
     int64_t row_stride = 0;
     int seqlen_q = 0;
     int num_columns = 0;
@@ -59,8 +60,11 @@ struct BiasGradient {
             gradient.columns = workspace.bias_parts + head * keys + first_key;
             return gradient;
         }
-        gradient.rows = params.dattn_bias + info.batch * strides.batch + head * strides.head +
-                        info.row_q * strides.row;
+        gradient.is_float32 = params.dattn_bias_dtype == DType::kFloat32;
+        const int64_t offset =
+            info.batch * strides.batch + head * strides.head + info.row_q * strides.row;
+        gradient.rows =
+            static_cast<char*>(params.dattn_bias) + offset * (gradient.is_float32 ? 4 : 2);
         gradient.row_stride = strides.row;
         gradient.shared = bias_gradient_is_shared(params);
         if (params.deterministic && gradient.shared && n_block * block_n < gradient.num_columns) {
@@ -79,20 +83,58 @@ struct BiasGradient {
         return gradient;
     }
 
-    /// Adds a warp's tile of dS, taken before the softcap's slope; (row, key) is this lane's first
-    /// entry.
-    template <int kTilesM, int kTilesN>
-    __device__ __forceinline__ void add_rows(float (&ds)[kTilesM][kTilesN][4], int row,
+    /// Writes or adds a warp's tile of dS, taken before the softcap's slope; (row, key) is this
+    /// lane's first entry.
+    template <class Element, int kTilesM, int kTilesN>
+    __device__ __forceinline__ void put_rows(const float (&ds)[kTilesM][kTilesN][4], int row,
                                              int key) const {
-        for_each_score(ds, row, key, [&](float& value, int i, int j) {
-            if (i >= seqlen_q || j >= num_columns) return;
-            float* entry = rows + i * row_stride + j;
-            if (shared) {
-                ptx::red_add_f32(entry, value);
-            } else {
-                *entry = value;
+        const bool pairs = row_stride % 2 == 0;  // a pair of columns may be one store
+        if (shared) {
+            for_each_pair<float>(ds, row, key, [&](float* pair, float low, float high, int count) {
+                if (count > 0) ptx::red_add_f32(pair, low);
+                if (count > 1) ptx::red_add_f32(pair + 1, high);
+            });
+        } else if (is_float32) {
+            for_each_pair<float>(ds, row, key, [&](float* pair, float low, float high, int count) {
+                if (pairs && count > 1) {
+                    *reinterpret_cast<float2*>(pair) = make_float2(low, high);
+                } else {
+                    if (count > 0) pair[0] = low;
+                    if (count > 1) pair[1] = high;
+                }
+            });
+        } else {
+            for_each_pair<uint16_t>(ds, row, key,
+                                    [&](uint16_t* pair, float low, float high, int count) {
+                                        const uint32_t bits = Element::pack(low, high);
+                                        if (pairs && count > 1) {
+                                            *reinterpret_cast<uint32_t*>(pair) = bits;
+                                        } else {
+                                            if (count > 0) pair[0] = static_cast<uint16_t>(bits);
+                                            if (count > 1)
+                                                pair[1] = static_cast<uint16_t>(bits >> 16);
+                                        }
+                                    });
+        }
+    }
+
+    /// Calls fn(place, low, high, how many of the two exist) for every pair of columns.
+    template <typename Storage, int kTilesM, int kTilesN, class Fn>
+    __device__ __forceinline__ void for_each_pair(const float (&ds)[kTilesM][kTilesN][4], int row,
+                                                  int key, Fn&& fn) const {
+#pragma unroll
+        for (int m = 0; m < kTilesM; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int i = row + 16 * m + 8 * r;
+                const int count = i < seqlen_q ? num_columns - key : 0;
+                Storage* entries = static_cast<Storage*>(rows) + i * row_stride + key;
+#pragma unroll
+                for (int n = 0; n < kTilesN; ++n) {
+                    fn(entries + 8 * n, ds[m][n][2 * r], ds[m][n][2 * r + 1], count - 8 * n);
+                }
             }
-        });
+        }
     }
 
     template <int kWarps, int kColumns>

@@ -51,6 +51,19 @@ __device__ __forceinline__ void add_accumulator(float* sums,
     }
 }
 
+/// Starts the copy of a step's bias, if the kernel has it and `tile` is not null.
+template <class Config>
+__device__ __forceinline__ void load_bias(unsigned char* tile, const BwdArgs& args,
+                                          const BwdBlock& place, const QueryStep& step) {
+    if constexpr (Config::kGeneral) {
+        if (tile == nullptr) return;
+        const Bias bias = Bias::make(args.params.problem, place.info, step.head);
+        BwdBiasTile<Config>::load(ptx::shared_address(tile), bias, args.bias_unit,
+                                  step.block * Config::kBlockM, place.block * Config::kBlockN);
+        ptx::cp_async_commit_group();
+    }
+}
+
 /// All query blocks of all heads of this CTA.
 template <class Config>
 __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& shared,
@@ -68,10 +81,15 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
     const bool two_q = args.q_stages == 2, two_dout = args.dout_stages == 2;
     const uint32_t first_q = ptx::shared_address(&shared) + Shared::fixed_bytes();
     const uint32_t first_dout = first_q + static_cast<uint32_t>(args.q_stages * Shared::kQBytes);
+    unsigned char* bias_tile = args.bias_unit > 0
+                                   ? reinterpret_cast<unsigned char*>(&shared) +
+                                         Shared::bytes(args.q_stages, args.dout_stages)
+                                   : nullptr;
 
     QueryStep step{place.head_begin, range.begin};
     tiles.load_q(shared, first_q, step, 0);
     tiles.load_dout(first_dout, step);
+    load_bias<Config>(bias_tile, args, place, step);
     ptx::cp_async_commit_group();
 
     for (int parity = 0; step.head < place.head_end; parity ^= 1) {
@@ -99,13 +117,13 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
             if (two_q && has_next) tiles.load_q(shared, next_q, next, parity ^ 1);
             if (two_dout && has_next) tiles.load_dout(next_dout, next);
             ptx::cp_async_commit_group();
-            score_step(shared, warp, q, dout, args, place, step, bounds, parity,
+            score_step(shared, warp, q, dout, bias_tile, args, place, step, bounds, parity,
                        ragged || range.masked(step.block), Nothing{});
         } else if constexpr (Config::kSpreadLoads) {
             if (has_next) tiles.load_rows(shared, next, parity ^ 1);
             QueryLoader<Config> q_loader = tiles.q(next, has_next);
             DoutLoader<Config> dout_loader = tiles.dout(next, has_next);
-            score_step(shared, warp, q, dout, args, place, step, bounds, parity,
+            score_step(shared, warp, q, dout, bias_tile, args, place, step, bounds, parity,
                        ragged || range.masked(step.block), [&](int slot) {
                            constexpr int kQ = QueryLoader<Config>::kSteps;
                            constexpr int kAll = kQ + DoutLoader<Config>::kSteps;
@@ -120,7 +138,8 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
                        });
             ptx::cp_async_commit_group();
         }
-        __syncthreads();  // P and dS are there
+        __syncthreads();  // P and dS are there, the bias is free
+        if (has_next) load_bias<Config>(bias_tile, args, place, next);
 
         // dV += P^T dO
         add_key_gradient<Config, Config::kPitchV>(warp.acc_dv, warp, shared.p, dout);

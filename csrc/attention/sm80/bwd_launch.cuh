@@ -42,14 +42,22 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan,
     args.params = params;
     args.workspace = plan.carve(params);
     args.head_splits = plan.head_splits;
-    args.q_stages = Shared::bytes(2, 1) <= device.shared_per_block ? 2 : 1;
-    args.dout_stages = Shared::bytes(2, 2) <= device.shared_per_block ? 2 : 1;
+    int room = device.shared_per_block;
+    if (Config::kGeneral && problem.attn_bias != nullptr) {
+        const int bias_bytes =
+            BwdBiasTile<Config>::bytes(problem.attn_bias_dtype == DType::kFloat32);
+        if (Shared::bytes(1, 1) + bias_bytes <= room) args.bias_unit = bias_unit_bytes(problem);
+        if (args.bias_unit > 0) room -= bias_bytes;
+    }
+    args.q_stages = Shared::bytes(2, 1) <= room ? 2 : 1;
+    args.dout_stages = Shared::bytes(2, 2) <= room ? 2 : 1;
     const int64_t ctas = BlockSlots::keys(problem, Config::kBlockN).count() * problem.num_heads_kv *
                          plan.head_splits;
     if (ctas == 0) return;
-    const int bytes = Shared::bytes(args.q_stages, args.dout_stages);
+    const int bytes =
+        Shared::bytes(args.q_stages, args.dout_stages) + (device.shared_per_block - room);
     static std::atomic<uint64_t> allowed{0};
-    allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), bytes, device, allowed);
+    allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), device, allowed);
     bwd_kernel<Config><<<grid_size(ctas), Config::kThreads, bytes, stream>>>(args);
     check_launch("attention backward");
 }

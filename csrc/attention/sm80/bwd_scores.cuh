@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "attention/scores.cuh"
+#include "attention/sm80/bias_tile.cuh"
 #include "attention/sm80/bwd_bias.cuh"
 #include "attention/sm80/bwd_tiles.cuh"
 #include "attention/sm80/warp_mma.cuh"
@@ -13,6 +14,16 @@ namespace sm80 {
 
 constexpr Layout kInner = Layout::kContractionInner;
 constexpr Layout kOuter = Layout::kContractionOuter;
+
+/// exp2(score * scale_log2 - lse_log2), at most 1: of huge scores the LSE is so coarse that the
+/// power might be inf.
+__device__ __forceinline__ float probability(float score, float scale_log2, float lse_log2) {
+    return ptx::ex2_approx(ptx::min_nan(fmaf(score, scale_log2, -lse_log2), 0.0f));
+}
+
+template <class Config>
+using BwdBiasTile =
+    BiasTile<typename Config::Element, Config::kBlockM, Config::kBlockN, Config::kThreads>;
 
 /// S -> P, rounded into shared memory, and dP -> dS, in place, rounded into shared memory.
 template <class Config>
@@ -35,8 +46,8 @@ __device__ __forceinline__ void score_gradients(
 #pragma unroll
             for (int n = 0; n < Config::kTilesSN; ++n) {
                 const int e = 2 * r;
-                const float p0 = ptx::ex2_approx(fmaf(acc_s[m][n][e], scale_log2, -lse));
-                const float p1 = ptx::ex2_approx(fmaf(acc_s[m][n][e + 1], scale_log2, -lse));
+                const float p0 = probability(acc_s[m][n][e], scale_log2, lse);
+                const float p1 = probability(acc_s[m][n][e + 1], scale_log2, lse);
                 p_row[4 * n] = Element::pack(p0, p1);
                 ds_row[4 * n] = Element::pack(p0 * (acc_dp[m][n][e] - delta),
                                               p1 * (acc_dp[m][n][e + 1] - delta));
@@ -51,8 +62,8 @@ template <class Config>
 __device__ __forceinline__ void score_gradients_general(
     BwdSharedStorage<Config>& shared, float (&acc_s)[Config::kTilesSM][Config::kTilesSN][4],
     float (&acc_dp)[Config::kTilesSM][Config::kTilesSN][4], const ScoreTerms& terms,
-    const Dropout& dropout, float keep_scale, int parity, int tile_row, int tile_column, int row,
-    int key) {
+    const unsigned char* bias_tile, const Dropout& dropout, float keep_scale, int parity,
+    int tile_row, int tile_column, int row, int key) {
     using Element = typename Config::Element;
     // Dropped entries are marked by a negative gradient of P that no other entry can have: -inf.
     if (dropout.drop_below > 0) {
@@ -67,6 +78,11 @@ __device__ __forceinline__ void score_gradients_general(
             const int tile_i = tile_row + 16 * m + 8 * r;
             const float lse = shared.lse_log2[parity][tile_i];
             const float delta = shared.delta[parity][tile_i];
+            float bias[Config::kTilesSN][2];
+            if (terms.bias.exists()) {
+                BwdBiasTile<Config>::read_row(bias, terms.bias, bias_tile, tile_i, tile_column,
+                                              row + 16 * m + 8 * r, key);
+            }
 #pragma unroll
             for (int n = 0; n < Config::kTilesSN; ++n) {
                 float p_kept[2], ds[2];
@@ -77,8 +93,9 @@ __device__ __forceinline__ void score_gradients_general(
                     float slope = 1.0f, score = s;
                     if (score != negative_infinity()) {  // masked
                         score = terms.score(s, row + 16 * m + 8 * r, key + 8 * n + e, slope);
+                        if (terms.bias.exists()) score += bias[n][e];
                     }
-                    const float p = ptx::ex2_approx(fmaf(score, kLog2E, -lse));
+                    const float p = probability(score, kLog2E, lse);
                     const bool dropped = dp == negative_infinity();
                     p_kept[e] = dropped ? 0.0f : p;
                     dp = p * ((dropped ? 0.0f : dp) - delta);
@@ -125,9 +142,10 @@ struct BwdWarp {
 template <class Config, class Between>
 __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
                                            const BwdWarp<Config>& warp, uint32_t q, uint32_t dout,
-                                           const BwdArgs& args, const BwdBlock& place,
-                                           const QueryStep& step, const RowBounds& bounds,
-                                           int parity, bool masked, Between&& between) {
+                                           const unsigned char* bias_tile, const BwdArgs& args,
+                                           const BwdBlock& place, const QueryStep& step,
+                                           const RowBounds& bounds, int parity, bool masked,
+                                           Between&& between) {
     using Element = typename Config::Element;
     const AttentionProblem& problem = args.params.problem;
     const bool works = Config::kWarpsS == Config::kTile.warps || warp.warp < Config::kWarpsS;
@@ -164,7 +182,7 @@ __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
                 dropout = Dropout::make(problem.rng_state, problem.dropout_p,
                                         place.batch * problem.num_heads_q + step.head);
             }
-            score_gradients_general(shared, acc_s, acc_dp, terms, dropout,
+            score_gradients_general(shared, acc_s, acc_dp, terms, bias_tile, dropout,
                                     1.0f / (1.0f - problem.dropout_p), parity, tile_row,
                                     tile_column, row, key);
         } else {
@@ -184,7 +202,7 @@ __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
             int* turn = bias.turns == nullptr ? nullptr
                                               : bias.turns + int64_t{step.block} * bias.turn_stride;
             if (turn != nullptr) wait_for_turn(turn, bias.turn);
-            if (works) bias.add_rows(acc_dp, row, key);
+            if (works) bias.template put_rows<Element>(acc_dp, row, key);
             if (turn != nullptr) pass_turn(turn);
         }
     }

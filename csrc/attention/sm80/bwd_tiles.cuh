@@ -17,6 +17,7 @@ struct BwdArgs {
     int head_splits = 1;
     int q_stages = 1;
     int dout_stages = 1;
+    int bias_unit = 0;  // its tiles lie behind the stages, copied so many bytes at a time; 0: none
 };
 
 /// One CTA's share of the backward pass: a block of keys of one sequence and K/V head, and the

@@ -6,6 +6,7 @@
 #include "attention/online_softmax.cuh"
 #include "attention/params.h"
 #include "attention/scores.cuh"
+#include "attention/sm80/bias_tile.cuh"
 #include "attention/sm80/config.h"
 #include "attention/sm80/tile_copy.cuh"
 #include "attention/sm80/warp_mma.cuh"
@@ -50,6 +51,9 @@ template <class Config>
 using KeyLoader = TileLoader<Config::kBlockN, Config::kHeadDim, Config::kThreads>;
 template <class Config>
 using ValueLoader = TileLoader<Config::kBlockN, Config::kHeadDimV, Config::kThreads>;
+template <class Config>
+using FwdBiasTile =
+    BiasTile<typename Config::Element, Config::kBlockM, Config::kBlockN, Config::kThreads>;
 
 /// A warp's place in the tile and its state over the key loop.
 template <class Config>
@@ -69,15 +73,40 @@ struct FwdWarp {
     }
 };
 
+/// Adds the bias to a warp's scores; (row, key) is this lane's first one. See BiasTile about
+/// `tile`.
+template <class Config>
+__device__ __forceinline__ void add_bias(float (&acc_s)[Config::kTilesM][Config::kTilesN][4],
+                                         const FwdWarp<Config>& warp, const Bias& bias,
+                                         const unsigned char* tile, int row, int key) {
+#pragma unroll
+    for (int m = 0; m < Config::kTilesM; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int down = 16 * m + 8 * r;
+            float values[Config::kTilesN][2];
+            FwdBiasTile<Config>::read_row(values, bias, tile, warp.row + down, 2 * (warp.lane % 4),
+                                          row + down, key);
+#pragma unroll
+            for (int n = 0; n < Config::kTilesN; ++n) {
+                acc_s[m][n][2 * r] += values[n][0];
+                acc_s[m][n][2 * r + 1] += values[n][1];
+            }
+        }
+    }
+}
+
 /// Scores to probabilities, in place; rescales the output. See OnlineSoftmax about `between`.
 template <class Config, class Between>
 __device__ __forceinline__ void softmax_step(FwdWarp<Config>& warp,
                                              float (&acc_s)[Config::kTilesM][Config::kTilesN][4],
-                                             const ScoreTerms& terms, const RowBounds& bounds,
-                                             float scale_log2, int row, int key, bool masked,
-                                             Between&& between) {
+                                             const ScoreTerms& terms,
+                                             const unsigned char* bias_tile,
+                                             const RowBounds& bounds, float scale_log2, int row,
+                                             int key, bool masked, Between&& between) {
     if constexpr (Config::kGeneral) {
         if (terms.transforms()) terms.apply(acc_s, row, key);
+        if (terms.bias.exists()) add_bias<Config>(acc_s, warp, terms.bias, bias_tile, row, key);
     }
     if (masked) {
         apply_mask(acc_s, row, key, bounds);
@@ -90,14 +119,15 @@ __device__ __forceinline__ void softmax_step(FwdWarp<Config>& warp,
 
 /// O += softmax(Q K^T) V over the key blocks of `range`, right to left: under a causal mask only
 /// the first ones cross the diagonal. Q and the first K tile are on their way; `keys` and `values`
-/// stand at the first row of the K tile after it and of its V tile.
+/// stand at the first row of the K tile after it and of its V tile. The bias' tiles come with V's
+/// if `bias_unit` > 0.
 template <class Config>
 __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& shared,
                                                  FwdWarp<Config>& warp, KeyLoader<Config>& keys,
                                                  ValueLoader<Config>& values,
                                                  const BlockRange& range, const RowBounds& bounds,
                                                  const ScoreTerms& terms, const Dropout& dropout,
-                                                 float scale_log2, int m_block) {
+                                                 float scale_log2, int m_block, int bias_unit) {
     using Element = typename Config::Element;
     constexpr int kSteps = Config::kHeadDim / 16;
     constexpr Layout kInner = Layout::kContractionInner, kOuter = Layout::kContractionOuter;
@@ -110,6 +140,8 @@ __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& share
     const uint32_t k_base = b_base<kInner, Config::kPitch>(sK, warp.lane);
     const uint32_t v_base =
         b_base<kOuter, Config::kPitchV>(sV + static_cast<uint32_t>(warp.column * 2), warp.lane);
+    const unsigned char* bias_tile =
+        bias_unit > 0 ? reinterpret_cast<const unsigned char*>(&shared + 1) : nullptr;
     uint32_t q_fragments[Config::kQInRegisters ? kSteps : 1][Config::kTilesM][4];
 
 #pragma unroll 1
@@ -123,6 +155,12 @@ __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& share
                 slot, [&](int i) { values.step(i, sV); });
         };
         values.begin_tile(bounds.seqlen_k - n_block * Config::kBlockN);
+        if constexpr (Config::kGeneral) {
+            if (bias_unit > 0) {
+                FwdBiasTile<Config>::load(ptx::shared_address(bias_tile), terms.bias, bias_unit,
+                                          m_block * Config::kBlockM, n_block * Config::kBlockN);
+            }
+        }
         float acc_s[Config::kTilesM][Config::kTilesN][4];
         clear(acc_s);
         if constexpr (Config::kQInRegisters) {
@@ -150,8 +188,8 @@ __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& share
         const int row = m_block * Config::kBlockM + warp.row;
         const int key = n_block * Config::kBlockN + 2 * (warp.lane % 4);
         keys.begin_tile(n_block > range.begin ? Config::kBlockN : 0);  // after the last: no rows
-        softmax_step(warp, acc_s, terms, bounds, scale_log2, row, key, range.masked(n_block),
-                     [&](int slot) {
+        softmax_step(warp, acc_s, terms, bias_tile, bounds, scale_log2, row, key,
+                     range.masked(n_block), [&](int slot) {
                          spread<KeyLoader<Config>::kSteps, 2 * Config::kTilesM>(
                              slot, [&](int i) { keys.step(i, sK); });
                      });
@@ -217,7 +255,7 @@ __device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
-    fwd_kernel(const __grid_constant__ AttentionFwdParams params) {
+    fwd_kernel(const __grid_constant__ AttentionFwdParams params, const int bias_unit) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<FwdSharedStorage<Config>*>(shared_bytes);
     const AttentionProblem& problem = params.problem;
@@ -267,7 +305,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
         keys.to_previous_tile();
         ptx::cp_async_commit_group();
         consume_kv_tiles(shared, warp, keys, values, range, RowBounds::make(mask), terms, dropout,
-                         scale_log2, place.block);
+                         scale_log2, place.block, bias_unit);
     }
     store_output(shared, warp, params, place, scale_log2);
 }

@@ -19,10 +19,17 @@ void launch_fwd_config(const AttentionFwdParams& params, const DeviceLimits& dev
     const int64_t ctas =
         BlockSlots::queries(problem, Config::kBlockM).count() * problem.num_heads_q;
     if (ctas == 0) return;
-    constexpr int kBytes = static_cast<int>(sizeof(FwdSharedStorage<Config>));
+    int bytes = static_cast<int>(sizeof(FwdSharedStorage<Config>));
+    int bias_unit = 0;
+    if (Config::kGeneral && problem.attn_bias != nullptr) {
+        const int bias_bytes =
+            FwdBiasTile<Config>::bytes(problem.attn_bias_dtype == DType::kFloat32);
+        if (bytes + bias_bytes <= device.shared_per_block) bias_unit = bias_unit_bytes(problem);
+        if (bias_unit > 0) bytes += bias_bytes;
+    }
     static std::atomic<uint64_t> allowed{0};
-    allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>), kBytes, device, allowed);
-    fwd_kernel<Config><<<grid_size(ctas), Config::kThreads, kBytes, stream>>>(params);
+    allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>), device, allowed);
+    fwd_kernel<Config><<<grid_size(ctas), Config::kThreads, bytes, stream>>>(params, bias_unit);
     check_launch("attention forward");
 }
 

@@ -26,14 +26,14 @@ struct DeviceLimits {
 
 constexpr int kReservedShared = 1024;  // bytes of each CTA that CUDA keeps for itself
 
-/// Lets `kernel` have `bytes` of dynamic shared memory, always as many on one device. `allowed` is
-/// the kernel's own: a bit for each device that knows, for the call takes CUDA's lock.
-inline void allow_shared_memory(const void* kernel, int bytes, const DeviceLimits& device,
+/// Lets `kernel` have all of a block's shared memory. `allowed` is the kernel's own: a bit for each
+/// device that knows, for the call takes CUDA's lock.
+inline void allow_shared_memory(const void* kernel, const DeviceLimits& device,
                                 std::atomic<uint64_t>& allowed) {
     const uint64_t bit = device.device < 64 ? uint64_t{1} << device.device : 0;
     if ((allowed.load(std::memory_order_acquire) & bit) != 0) return;
-    FAN_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    FAN_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                        device.shared_per_block));
     allowed.fetch_or(bit, std::memory_order_release);
 }
 
