@@ -99,6 +99,23 @@ def test_strides(kernel, bf16_place, layout):
         assert_same_bits(name, ours[name], plain[name])
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("offset", [8, 2, 1])
+def test_rows_that_begin_at_any_multiple_of_their_entries(
+    kernel, bf16_place, offset, dtype, head_dim
+):
+    inputs = dense_bias(bf16_place, (1, "all", "all"), seqlen_q=70, seqlen_k=128, head_dim=head_dim)
+    inputs["attn_bias"] = inputs["attn_bias"].to(dtype)
+    dout = random_dout(inputs)
+    plain = run_ours(kernel, inputs, dout, causal=True, deterministic=True)
+    memory = torch.nn.functional.pad(inputs["attn_bias"], (offset, 0), value=math.nan)
+    moved = {**inputs, "attn_bias": memory[..., offset:]}
+    ours = run_ours(kernel, moved, dout, causal=True, deterministic=True)
+    for name in plain:
+        assert_same_bits(name, ours[name], plain[name])
+
+
 def test_an_expanded_bias_is_a_full_one(kernel, bf16_place):
     inputs = dense_bias(bf16_place, (1, 1, "all"), seqlen_q=33, seqlen_k=70)
     expanded = inputs["attn_bias"].expand(2, 4, 33, 70)
