@@ -63,13 +63,14 @@ def test_lengths(native):
 
 @pytest.mark.parametrize(("threads", "num_splits"), [(1, 0), (3, 0), (3, 5)])
 @pytest.mark.parametrize("page_size", [None, 7])
-@pytest.mark.parametrize("dims", [(576, 512), (40, 72)], ids=str)
-def test_engines(native, place, dims, page_size, num_splits, threads):  # noqa: F811
-    case = make_case(place, [700, 3, 0, 64], 2, 0, (6, 2), *dims, page_size=page_size)
-    case["alibi_slopes"], case["s_aux"] = torch.rand(6), torch.randn(6)
+@pytest.mark.parametrize("dims", [(576, 512), (43, 75)], ids=str)
+@pytest.mark.parametrize("heads", [(6, 2), (2, 2)], ids=["tiles", "few rows"])
+def test_engines(native, place, heads, dims, page_size, num_splits, threads):  # noqa: F811
+    case = make_case(place, [700, 3, 0, 64], 2, 0, heads, *dims, page_size=page_size)
+    case["alibi_slopes"], case["s_aux"] = torch.rand(heads[0]), torch.randn(heads[0])
     options = {"causal": True, "window_size": (500, -1)}
     out = torch.full((*case["q"].shape[:3], dims[1]), NAN, dtype=place["dtype"])
-    lse = torch.full((4, 6, 2), NAN)
+    lse = torch.full((4, heads[0], 2), NAN)
     inputs = {"q": case["q"], "k": case["k_cache"], "v": case["v_cache"]}
     fields = problem_fields({**case, **inputs}, options)
     fields["batch_size"], fields["total_q"] = 4, 8

@@ -209,15 +209,11 @@ void pack_queries(const KvItem& item, const KvScratch& s) {
     }
 }
 
-/// Scores of tile rows [begin, end) and a block of keys, with all terms; rows of several heads may
+/// All terms of the scores of rows [begin, end) and a block of keys. Rows of several heads may
 /// share a tile, each run of one head with its own terms.
-void score_tile(const KvItem& item, const KvScratch& s, int64_t begin, int64_t end, int64_t key,
-                int num_keys) {
+void prepare_scores(const KvItem& item, const KvScratch& s, int64_t begin, int64_t end, int64_t key,
+                    int num_keys) {
     const KvPlan& plan = item.plan;
-    plan.engine.gemm(GemmArgs{
-        s.q + begin * plan.head_dim * plan.engine.operand_bytes, plan.head_dim, s.k,
-        int64_t{plan.head_dim} * kPanel, s.scores, plan.block_n, static_cast<int>(end - begin),
-        static_cast<int>(round_up(num_keys, kPanel)), plan.head_dim, /*accumulate=*/false});
     const int64_t rows_of_head = item.rows_of_head();
     for (int64_t row = begin; row < end;) {
         const int64_t in_head = row % rows_of_head;
@@ -232,41 +228,95 @@ void score_tile(const KvItem& item, const KvScratch& s, int64_t begin, int64_t e
     }
 }
 
-/// The partial state of the item's rows after the keys of one split.
-void attend_to_keys(const KvItem& item, const KvScratch& s, const Partial& partial, int64_t split) {
+/// P = exp2(S * scale_log2 - row_max), of rows from `begin` on; older output shrinks by the same
+/// factor.
+void update_softmax(const KvItem& item, const KvScratch& s, const Partial& partial, int64_t begin,
+                    int rows, int num_keys) {
+    const KvPlan& plan = item.plan;
+    const float scale_log2 =
+        score_terms(plan.problem, item.info, item.batch, item.head(0)).scale_log2();
+    const SoftmaxState state{partial.row_max + begin, partial.row_sum + begin, s.factors};
+    const ScoreTile tile{s.scores, plan.block_n, 0, 0, rows, num_keys};
+    plan.engine.softmax_update(tile, scale_log2, state, nullptr, s.probs, plan.block_n);
+    plan.engine.scale_rows(partial.acc_o + begin * plan.head_dim_v, plan.head_dim_v, rows,
+                           plan.head_dim_v, s.factors);
+}
+
+/// A block of keys that one or two rows see: packing it would cost more than their products.
+void attend_few_rows(const KvItem& item, const KvScratch& s, const Partial& partial, int64_t key,
+                     int num_keys) {
+    const KvPlan& plan = item.plan;
+    const AttentionProblem& problem = plan.problem;
+    const KvCacheLayout& cache = plan.params.cache;
+    const int rows = static_cast<int>(item.rows());
+
+    // S = Q K^T and all terms
+    const TensorRows keys = cache_rows(item, plan.params.k_cache, cache.k_strides, key, num_keys,
+                                       problem.head_dim, s.gathered);
+    for (int r = 0; r < rows; ++r) {
+        const TensorRows query =
+            tensor_rows(plan.params.q, problem.dtype, plan.params.q_strides, item.info.batch,
+                        item.info.row_q + item.row_begin + r % item.rows_of_head(), item.head(r), 1,
+                        problem.head_dim);
+        plan.engine.dot_keys(query, keys, s.scores + r * plan.block_n);
+    }
+    prepare_scores(item, s, 0, rows, key, num_keys);
+    update_softmax(item, s, partial, 0, rows, num_keys);
+
+    // O += P V
+    const TensorRows values = cache_rows(item, plan.params.v_cache, cache.v_strides, key, num_keys,
+                                         problem.head_dim_v, s.gathered);
+    for (int r = 0; r < rows; ++r) {
+        plan.engine.add_values(values, s.probs + r * plan.block_n * plan.engine.operand_bytes,
+                               partial.acc_o + r * plan.head_dim_v);
+    }
+}
+
+/// A block of keys, packed once for all tiles of the item's rows.
+void attend_tiles(const KvItem& item, const KvScratch& s, const Partial& partial, int64_t key,
+                  int num_keys) {
     const KvPlan& plan = item.plan;
     const TileEngine& engine = plan.engine;
     const KvCacheLayout& cache = plan.params.cache;
-    const float scale_log2 =
-        score_terms(plan.problem, item.info, item.batch, item.head(0)).scale_log2();
+    const int num_keys_padded = static_cast<int>(round_up(num_keys, kPanel));
+    engine.pack_b_transposed(cache_rows(item, plan.params.k_cache, cache.k_strides, key, num_keys,
+                                        plan.problem.head_dim, s.gathered),
+                             s.k, int64_t{plan.head_dim} * kPanel);
+    engine.pack_b(cache_rows(item, plan.params.v_cache, cache.v_strides, key, num_keys,
+                             plan.problem.head_dim_v, s.gathered),
+                  s.v, int64_t{plan.block_n} * kPanel);
+
+    for (int64_t begin = 0; begin < item.rows(); begin += plan.block_m) {
+        const int64_t end = min_of(begin + plan.block_m, item.rows());
+        const int rows = static_cast<int>(end - begin);
+
+        // S = Q K^T and all terms
+        engine.gemm(GemmArgs{s.q + begin * plan.head_dim * engine.operand_bytes, plan.head_dim, s.k,
+                             int64_t{plan.head_dim} * kPanel, s.scores, plan.block_n, rows,
+                             num_keys_padded, plan.head_dim, /*accumulate=*/false});
+        prepare_scores(item, s, begin, end, key, num_keys);
+        update_softmax(item, s, partial, begin, rows, num_keys);
+
+        // O += P V
+        engine.gemm(GemmArgs{s.probs, plan.block_n, s.v, int64_t{plan.block_n} * kPanel,
+                             partial.acc_o + begin * plan.head_dim_v, plan.head_dim_v, rows,
+                             plan.head_dim_v, num_keys_padded, /*accumulate=*/true});
+    }
+}
+
+/// The partial state of the item's rows after the keys of one split.
+void attend_to_keys(const KvItem& item, const KvScratch& s, const Partial& partial, int64_t split) {
+    constexpr int64_t kFewRows = 2;
+    const KvPlan& plan = item.plan;
     const IndexRange keys = item.keys(split);
     partial.clear(plan, item.rows());
+    if (item.rows() > kFewRows) pack_queries(item, s);
     for (int64_t key = keys.begin; key < keys.end; key += plan.block_n) {
         const int num_keys = static_cast<int>(min_of(plan.block_n, keys.end - key));
-        const int num_keys_padded = static_cast<int>(round_up(num_keys, kPanel));
-        engine.pack_b_transposed(cache_rows(item, plan.params.k_cache, cache.k_strides, key,
-                                            num_keys, plan.problem.head_dim, s.gathered),
-                                 s.k, int64_t{plan.head_dim} * kPanel);
-        engine.pack_b(cache_rows(item, plan.params.v_cache, cache.v_strides, key, num_keys,
-                                 plan.problem.head_dim_v, s.gathered),
-                      s.v, int64_t{plan.block_n} * kPanel);
-
-        for (int64_t begin = 0; begin < item.rows(); begin += plan.block_m) {
-            const int64_t end = min_of(begin + plan.block_m, item.rows());
-            const int rows = static_cast<int>(end - begin);
-            float* acc_o = partial.acc_o + begin * plan.head_dim_v;
-            const SoftmaxState state{partial.row_max + begin, partial.row_sum + begin, s.factors};
-            const ScoreTile tile{s.scores, plan.block_n, 0, key, rows, num_keys};
-
-            // S = Q K^T and all terms
-            score_tile(item, s, begin, end, key, num_keys);
-            // P = exp2(S * scale_log2 - row_max); older output shrinks by the same factor
-            engine.softmax_update(tile, scale_log2, state, nullptr, s.probs, plan.block_n);
-            engine.scale_rows(acc_o, plan.head_dim_v, rows, plan.head_dim_v, s.factors);
-            // O += P V
-            engine.gemm(GemmArgs{s.probs, plan.block_n, s.v, int64_t{plan.block_n} * kPanel, acc_o,
-                                 plan.head_dim_v, rows, plan.head_dim_v, num_keys_padded,
-                                 /*accumulate=*/true});
+        if (item.rows() <= kFewRows) {
+            attend_few_rows(item, s, partial, key, num_keys);
+        } else {
+            attend_tiles(item, s, partial, key, num_keys);
         }
     }
 }
@@ -355,7 +405,6 @@ void attention_kvcache(const KvCacheAttentionParams& params, const CpuRuntime& r
         const KvScratch scratch = scratch_of(worker);
         const bool is_whole = plan.num_splits == 1;
         const Partial partial = is_whole ? scratch.partial : part_of(index);
-        pack_queries(item, scratch);
         attend_to_keys(item, scratch, partial, index % plan.num_splits);
         if (is_whole) store_output(item, scratch, partial);
     });

@@ -20,6 +20,7 @@ FAN_TARGET_BEGIN("amx-bf16,amx-tile,avx512bf16,avx512f,avx512bw,avx512dq,avx512v
 #include "attention/cpu/gemm_amx.h"
 #include "attention/cpu/score_terms.h"
 #include "attention/cpu/softmax.h"
+#include "attention/cpu/few_rows.h"
 #include "attention/cpu/make_engine.h"
 // clang-format on
 

@@ -20,6 +20,7 @@ FAN_TARGET_BEGIN("avx2,fma,f16c")
 #include "attention/cpu/gemm_f32.h"
 #include "attention/cpu/score_terms.h"
 #include "attention/cpu/softmax.h"
+#include "attention/cpu/few_rows.h"
 #include "attention/cpu/make_engine.h"
 // clang-format on
 

@@ -21,6 +21,7 @@ FAN_TARGET_BEGIN("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #include "attention/cpu/gemm_bf16.h"
 #include "attention/cpu/score_terms.h"
 #include "attention/cpu/softmax.h"
+#include "attention/cpu/few_rows.h"
 #include "attention/cpu/make_engine.h"
 // clang-format on
 

@@ -12,6 +12,7 @@
 #include "attention/cpu/gemm_f32.h"
 #include "attention/cpu/score_terms.h"
 #include "attention/cpu/softmax.h"
+#include "attention/cpu/few_rows.h"
 #include "attention/cpu/make_engine.h"
 // clang-format on
 

@@ -31,7 +31,9 @@ constexpr TileEngine make_engine(const char* name, void (*gemm)(const GemmArgs&)
                       scale_rows<Simd>,
                       store_rows<Simd>,
                       store_transposed<Simd>,
-                      dot_rows<Simd>};
+                      dot_rows<Simd>,
+                      dot_keys<Simd>,
+                      add_values<Operand>};
 }
 
 }  // namespace

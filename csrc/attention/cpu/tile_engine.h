@@ -151,6 +151,11 @@ struct TileEngine {
                              void* dst, DType dtype, int64_t row_stride);
     /// sums[r] = sum over c of a[r][c] * b[r][c].
     void (*dot_rows)(const TensorRows& a, const TensorRows& b, float* sums);
+
+    /// The products of one query row without packing: scores[r] = q . keys[r], and
+    /// acc_o += sum over r of probs[r] * values[r], probs in A form.
+    void (*dot_keys)(const TensorRows& q, const TensorRows& keys, float* scores);
+    void (*add_values)(const TensorRows& values, const void* probs, float* acc_o);
 };
 
 extern const TileEngine kPlainEngine;
