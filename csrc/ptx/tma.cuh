@@ -95,6 +95,19 @@ __device__ __forceinline__ void bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
+/// cp.async.bulk.wait_group (sm_90): returns when all but kPending of this thread's newest groups
+/// are complete, and what they wrote can be seen by this thread.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+/// fence.proxy.async (sm_90) for all of memory: orders this thread's ordinary accesses and those of
+/// the copy engine.
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async;\n" ::: "memory");
+}
+
 /// fence.proxy.async (sm_90): what this thread wrote to shared memory by ordinary stores is seen by
 /// the copy engine and by wgmma, once the threads have also met at a barrier.
 __device__ __forceinline__ void fence_proxy_async_shared() {

@@ -6,10 +6,12 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention/element.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/encode_tensor_map.h"
 #include "attention/sm90/tensor_map.h"
 #include "common/check.h"
+#include "common/dispatch.h"
 
 /// Host code that the launchers of the backward kernels share.
 namespace flash_attn_norm {
@@ -25,6 +27,20 @@ inline void allow_bwd_shared_memory(const void* kernel, int bytes, std::atomic<u
     FAN_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     allowed.fetch_or(bit, std::memory_order_release);
+}
+
+/// Calls fn(element, general) with the kernel's element type and whether it needs the code for
+/// softcap and ALiBi.
+template <class Fn>
+void with_bwd_body(const AttentionProblem& problem, Fn&& fn) {
+    const bool general = problem.softcap > 0.0f || problem.alibi_slopes != nullptr;
+    dispatch_bool(general, [&](auto is_general) {
+        if (problem.dtype == DType::kBFloat16) {
+            fn(BFloat16{}, is_general);
+        } else {
+            fn(Float16{}, is_general);
+        }
+    });
 }
 
 /// The maps of the operands and gradients: copies of tiles of QLayout, DoutLayout, KLayout and
@@ -57,6 +73,8 @@ inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, 
     args.params = params;
     args.workspace = plan.carve(params);
     args.head_splits = plan.head_splits;
+    args.heads_per_split = params.problem.group_size() / plan.head_splits;
+    args.by_heads = Divisor::of(params.problem.num_heads_kv * plan.head_splits);
     const int64_t tiles = int64_t{args.order.units} * args.order.blocks;
     if (tiles > 1 << 30) {
         throw std::invalid_argument(
@@ -67,8 +85,11 @@ inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, 
     return static_cast<int>(tiles);
 }
 
-/// CTAs (or clusters) that share a K/V head's group, so that `tiles_at_once` of them have work.
-inline int bwd_head_splits(const AttentionProblem& problem, int tile_keys, int tiles_at_once) {
+/// CTAs (or clusters) that share a K/V head's group, so that `tiles_at_once` of them have work. A
+/// split adds in any order, so deterministic sums have none.
+inline int bwd_head_splits(const AttentionBwdParams& params, int tile_keys, int tiles_at_once) {
+    if (params.deterministic) return 1;
+    const AttentionProblem& problem = params.problem;
     const int64_t tiles = BlockSlots::keys(problem, tile_keys).count() * problem.num_heads_kv;
     const bool masked = problem.window_left >= 0 || problem.window_right >= 0;
     return head_splits(problem.group_size(), tiles, masked ? 2 * tiles_at_once : tiles_at_once);

@@ -11,6 +11,7 @@
 #include "attention/tile_scheduler.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/reduction.cuh"
 #include "ptx/shared_address.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
@@ -35,6 +36,8 @@ struct BwdArgs {
     BwdWorkspace workspace;
     BwdTileOrder order;
     int head_splits = 1;
+    int heads_per_split = 1;  // query heads of a unit
+    Divisor by_heads;         // num_heads_kv * head_splits
 };
 
 /// One CTA's share of the backward pass: the block of keys that it holds, the query heads of the
@@ -52,6 +55,9 @@ struct BwdTile {
     int head_begin = 0, head_end = 0;
     int query_row = 0;  // first row of the sequence in q
     int seqlen_q = 0;
+    int shift = 0;       // seqlen_k - seqlen_q
+    int sequence = 0;    // the batch entry, packed or not
+    int left = 0;        // row i sees keys from i + left on
     int first_tile = 0;  // of head 0: tiles are counted over [num_heads_q, query slots]
     int tiles_per_head = 0;
     int begin = 0, end = 0;            // query blocks
@@ -75,8 +81,9 @@ __device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
     const BwdTileOrder::Tile place = args.order.tile(index);
     const BlockSlots slots = BlockSlots::keys(problem, kTileKeys);
     const int heads = problem.num_heads_kv * args.head_splits;
-    const int head_split = place.unit % heads;
-    int64_t sequence = place.unit / heads, block = place.block;
+    const int unit_sequence = args.by_heads.quotient(place.unit);
+    const int head_split = place.unit - unit_sequence * heads;
+    int64_t sequence = unit_sequence, block = place.block;
     if (problem.is_packed()) {
         sequence = slots.batch_of(block);
         block -= slots.first_slot(sequence);
@@ -88,21 +95,21 @@ __device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
 
     const int64_t first_key = tile_key + offset;
     tile.batch = static_cast<int>(info.batch);
-    tile.kv_head = head_split / args.head_splits;
+    tile.kv_head = args.head_splits == 1 ? head_split : head_split / args.head_splits;
     tile.key_row = static_cast<int>(info.row_k + first_key);
     tile.first_key = static_cast<int>(first_key);
     tile.keys = static_cast<int>(info.seqlen_k - first_key);
     const BlockSlots key_slots = BlockSlots::keys(problem, kKeys);
     tile.accum_tile = static_cast<int>(tile.kv_head * key_slots.count() +
                                        key_slots.first_slot(sequence) + first_key / kKeys);
-    const int heads_per_split = problem.group_size() / args.head_splits;
-    tile.head_begin =
-        tile.kv_head * problem.group_size() + head_split % args.head_splits * heads_per_split;
-    tile.head_end = tile.head_begin + heads_per_split;
+    tile.head_begin = head_split * args.heads_per_split;
+    tile.head_end = tile.head_begin + args.heads_per_split;
 
     const BlockSlots query_slots = BlockSlots::queries(problem, kBlockM);
     tile.query_row = static_cast<int>(info.row_q);
     tile.seqlen_q = static_cast<int>(info.seqlen_q);
+    tile.shift = static_cast<int>(info.seqlen_k - info.seqlen_q);
+    tile.sequence = static_cast<int>(sequence);
     tile.first_tile = static_cast<int>(query_slots.first_slot(sequence));
     tile.tiles_per_head = static_cast<int>(query_slots.count());
     const Mask mask{info.seqlen_q, info.seqlen_k, problem.window_left, problem.window_right};
@@ -125,6 +132,9 @@ __device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
                                 : bound > info.seqlen_q ? info.seqlen_q
                                                         : bound);
     };
+    const int64_t left = mask.shift() - mask.window_left;
+    tile.left =
+        static_cast<int>(mask.window_left < 0 || left < -info.seqlen_q ? -info.seqlen_q : left);
     const int64_t to_row = first_key - mask.shift();
     tile.row_begin = cut(mask.window_right < 0 ? -info.seqlen_k : to_row - mask.window_right);
     tile.row_end = cut(mask.window_left < 0 ? info.seqlen_q : to_row + mask.window_left + 1);
@@ -135,6 +145,12 @@ __device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
 __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
     while (!ptx::mbarrier_try_wait(barrier, parity)) {
     }
+}
+
+/// Waits until `count` CTAs have signalled at `flag`.
+__device__ __forceinline__ void wait_flag(const int* flag, int count) {
+    while (ptx::ld_acquire(flag) < count) __nanosleep(100);
+    ptx::fence_proxy_async();  // what they wrote may be added to by the copy engine
 }
 
 /// Fills rows [first_row, kRows) of a tile with zeros: what lies there belongs to the next packed

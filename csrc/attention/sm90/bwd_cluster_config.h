@@ -13,11 +13,12 @@ namespace sm90 {
 /// both go through the same blocks of 64 query rows. Scores have queries as rows; P and dS pass
 /// through shared memory, and the CTAs exchange their dS, so that each has half of the columns of
 /// dQ over all 128 keys: half as many sums leave for memory as with 64 keys.
-template <class Element_, int kHeadDimV_>
+template <class Element_, int kHeadDimV_, bool kGeneral_>
 struct BwdClusterConfig {
     using Element = Element_;
     static constexpr int kHeadDim = 256;
     static constexpr int kHeadDimV = kHeadDimV_;
+    static constexpr bool kGeneral = kGeneral_;  // has the code for softcap and ALiBi
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64;  // of one CTA
     static constexpr int kTileKeys = 2 * kBlockN;

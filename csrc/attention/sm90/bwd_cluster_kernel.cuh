@@ -7,6 +7,7 @@
 #include "attention/element.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_cluster_config.h"
+#include "attention/sm90/bwd_score_terms.cuh"
 #include "attention/sm90/wgmma_type.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/reduction.cuh"
@@ -264,6 +265,29 @@ struct BwdClusterConsumer {
         }
     }
 
+    /// Both at once, with softcap and ALiBi: st holds S.
+    __device__ __forceinline__ void general_gradients(const BwdScoreTerms& terms, const float* st,
+                                                      const float* dp, uint32_t* p, uint32_t* ds,
+                                                      int stage, int block) const {
+        const int key = warpgroup * kColumns + 2 * (lane() % 4);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const uint32_t place = static_cast<uint32_t>(row(r) * 4);
+            const float lse = ptx::ld_shared_f32(shared.lse_log2(stage) + place);
+            const float delta = ptx::ld_shared_f32(shared.delta() + place);
+            const int i = block * kBlockM + row(r);
+#pragma unroll
+            for (int j = 0; j < kColumns / 8; ++j) {
+                const int e = 4 * j + 2 * r;
+                float p0, p1, ds0, ds1;
+                terms.gradients(st[e], dp[e], i, key + 8 * j, lse, delta, p0, ds0);
+                terms.gradients(st[e + 1], dp[e + 1], i, key + 8 * j + 1, lse, delta, p1, ds1);
+                p[2 * j + r] = Element::pack(p0, p1);
+                ds[2 * j + r] = Element::pack(ds0, ds1);
+            }
+        }
+    }
+
     /// P or dS to its tile: queries x keys.
     __device__ __forceinline__ void store_scores(uint32_t tile, const uint32_t* scores) const {
         const int i = warp() * 16 + (lane() & 15);
@@ -340,6 +364,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdClusterConsumer<Config>& 
     const int slice = consumer.warpgroup * Config::kSlices;
     const int slice_v = consumer.warpgroup * Config::kSlicesV;
     uint32_t count = 0;  // steps so far
+    int head = tile.head_begin;
     float* dq_sums = nullptr;
 
     if (tile.has_queries()) wait_barrier(shared.kv_full(), 0);
@@ -370,10 +395,16 @@ __device__ __forceinline__ void consume_query_tiles(BwdClusterConsumer<Config>& 
         ptx::wgmma_wait_group<1>();
         if constexpr (decltype(masked)::value) consumer.mask_scores(st, tile, block);
         // P = exp2(S * scale_log2 - lse_log2), dS = P * (dP - delta)
-        consumer.probabilities(st, s, scale_log2);
-        ptx::wgmma_wait_group<0>();
         uint32_t p[Config::kKeyColumns / 4], ds[Config::kKeyColumns / 4];
-        consumer.score_gradients(st, dp, p, ds);
+        if constexpr (Config::kGeneral) {
+            ptx::wgmma_wait_group<0>();
+            consumer.general_gradients(BwdScoreTerms::make(args.params.problem, tile, head), st, dp,
+                                       p, ds, s, block);
+        } else {
+            consumer.probabilities(st, s, scale_log2);
+            ptx::wgmma_wait_group<0>();
+            consumer.score_gradients(st, dp, p, ds);
+        }
         // The partner has used the last dS: it was copied in full, and this CTA's may be sent.
         if (count != 0) wait_barrier(shared.ds_free(), (count - 1) % 2);
         consumer.meet();  // all are done with the last P and dS
@@ -423,7 +454,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdClusterConsumer<Config>& 
 
     const int end = tile.end, full_begin = tile.full_begin, full_end = tile.full_end;
 #pragma unroll 1
-    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+    for (; head < tile.head_end; ++head) {
         int block = tile.begin;
         dq_sums = args.workspace.dq_accum +
                   (int64_t{head} * tile.tiles_per_head + tile.first_tile + block) *

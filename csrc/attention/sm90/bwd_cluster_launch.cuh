@@ -20,7 +20,7 @@ BwdPlan make_plan(const AttentionBwdParams& params, int num_sms) {
     plan.dq = Config::dq_layout();
     plan.dk = Config::key_gradient_layout(Config::kHeadDim);
     plan.dv = Config::key_gradient_layout(Config::kHeadDimV);
-    plan.head_splits = bwd_head_splits(params.problem, Config::kTileKeys, num_sms / 2);
+    plan.head_splits = bwd_head_splits(params, Config::kTileKeys, num_sms / 2);
     return plan;
 }
 
@@ -43,17 +43,18 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan, in
 
 template <int kHeadDimV>
 BwdPlan plan_bwd_cluster(const AttentionBwdParams& params, int num_sms) {
-    return make_plan<BwdClusterConfig<BFloat16, kHeadDimV>>(params, num_sms);
+    return make_plan<BwdClusterConfig<BFloat16, kHeadDimV, false>>(params, num_sms);
 }
 
 template <int kHeadDimV>
 void launch_bwd_cluster(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
                         cudaStream_t stream) {
-    if (params.problem.dtype == DType::kBFloat16) {
-        launch_bwd_config<BwdClusterConfig<BFloat16, kHeadDimV>>(params, plan, num_sms, stream);
-    } else {
-        launch_bwd_config<BwdClusterConfig<Float16, kHeadDimV>>(params, plan, num_sms, stream);
-    }
+    with_bwd_body(params.problem, [&](auto element, auto general) {
+        using Element = decltype(element);
+        constexpr bool kGeneral = decltype(general)::value;
+        launch_bwd_config<BwdClusterConfig<Element, kHeadDimV, kGeneral>>(params, plan, num_sms,
+                                                                          stream);
+    });
 }
 
 }  // namespace sm90

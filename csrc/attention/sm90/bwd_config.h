@@ -26,6 +26,9 @@ struct BwdConfig {
     static constexpr int kLoaderRegisters = 24;
     static constexpr int kConsumerRegisters = 240;
 
+    // Whether dS of 16 queries is stored while P of the next 16 is computed, or all after all.
+    static constexpr bool kStreamsScores = kBlockM == 128;
+
     using QLayout = TileLayout<kBlockM, kHeadDim>;  // of dO as well
     using KLayout = TileLayout<kBlockN, kHeadDim>;  // of V as well
     using SLayout = TileLayout<kBlockM, kBlockN>;   // of dS: queries x keys

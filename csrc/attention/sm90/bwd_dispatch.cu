@@ -9,17 +9,20 @@ namespace sm90 {
 namespace {
 
 constexpr int kLargestHeadDim = 256;
+constexpr int kLargestInTurns = 128;  // with deterministic sums
 
 }  // namespace
 
 bool can_run_bwd(const AttentionBwdParams& params) {
     const AttentionProblem& problem = params.problem;
-    const bool plain_scores = problem.softcap <= 0.0f && problem.alibi_slopes == nullptr &&
-                              problem.attn_bias == nullptr && problem.dropout_p <= 0.0f &&
-                              problem.softmax_scale > 0.0f;
-    if (!plain_scores || params.deterministic || params.dout == nullptr) return false;
+    const bool has_terms =
+        problem.attn_bias != nullptr || problem.dropout_p > 0.0f || !(problem.softmax_scale > 0.0f);
+    if (has_terms || params.dout == nullptr) return false;
+    const bool empty = problem.batch_size == 0 || problem.total_q == 0 || problem.total_k == 0;
+    if (empty) return false;
     if (problem.head_dim % 8 != 0 || problem.head_dim_v % 8 != 0) return false;
-    if (std::max(problem.head_dim, problem.head_dim_v) > kLargestHeadDim) return false;
+    const int largest = params.deterministic ? kLargestInTurns : kLargestHeadDim;
+    if (std::max(problem.head_dim, problem.head_dim_v) > largest) return false;
     const TensorShape q = query_shape(problem, problem.head_dim);
     const TensorShape out = query_shape(problem, problem.head_dim_v);
     const TensorShape k = key_shape(problem, problem.head_dim);

@@ -7,6 +7,7 @@
 #include "attention/element.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_config.h"
+#include "attention/sm90/bwd_score_terms.cuh"
 #include "attention/sm90/wgmma_type.cuh"
 #include "ptx/reduction.cuh"
 #include "ptx/shared_address.cuh"
@@ -112,12 +113,31 @@ __device__ __forceinline__ void load_tiles(const BwdAddresses<Config>& shared, c
     }
 }
 
+__device__ __forceinline__ int* dq_turn(const BwdTile& tile, const BwdArgs& args, int head,
+                                        int block) {
+    return args.workspace.dq_turn + int64_t{head} * tile.tiles_per_head + tile.first_tile + block;
+}
+
+/// Waits until all key blocks to the left have added their part of a query block's dQ. Their CTAs
+/// drew lower tickets.
+template <class Config>
+__device__ __forceinline__ void wait_dq_turn(const BwdTile& tile, const BwdArgs& args, int head,
+                                             int block) {
+    const int first_key = max(0, block * Config::kBlockM + tile.left);
+    const int turn =
+        (tile.first_key - first_key / Config::kBlockN * Config::kBlockN) / Config::kBlockN;
+    wait_flag(dq_turn(tile, args, head, block), turn);
+}
+
 /// Adds dQ of each step to the sums in memory, as the consumers put it down. One warp.
+/// Deterministic sums take the key blocks that a query block meets from left to right: each waits
+/// for its turn.
 template <class Config>
 __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, const BwdTile& tile,
                                           const BwdArgs& args) {
     constexpr int kTileEntries = Config::kBlockM * Config::kHeadDim;
     const bool leader = threadIdx.x % 32 == 0;
+    const bool in_turns = args.params.deterministic;
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
         float* sums =
@@ -129,6 +149,7 @@ __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, co
             for (int w = 0; w < Config::kWarpgroups; ++w) {
                 ptx::bar_sync(kDqReady + w, kHandOverThreads);
                 if (leader) {
+                    if (in_turns && w == 0) wait_dq_turn<Config>(tile, args, head, block);
                     ptx::bulk_reduce_add_f32(sums + w * Config::kDqEntries, shared.dq(w),
                                              Config::kDqEntries * 4);
                     ptx::bulk_commit_group();
@@ -145,6 +166,11 @@ __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, co
                 }
                 __syncwarp();
                 ptx::bar_arrive(kDqFree + w, kHandOverThreads);
+            }
+            if (in_turns && leader) {
+                ptx::bulk_wait_group<0>();  // the sums are in memory
+                ptx::fence_proxy_async();
+                ptx::red_release_add(dq_turn(tile, args, head, block), 1);
             }
         }
     }
@@ -255,12 +281,12 @@ struct BwdConsumer {
         }
     }
 
-    /// S^T -> P^T in place, and rounded in `p`.
-    __device__ __forceinline__ void probabilities(float* st, uint32_t* p, int stage,
+    /// S^T -> P^T in place of the rows of step k, 16 queries, and rounded in `p`.
+    __device__ __forceinline__ void probabilities(float* st, uint32_t* p, int k, int stage,
                                                   float scale_log2) const {
         const uint32_t lse_log2 = shared.lse_log2(stage) + static_cast<uint32_t>(lane() % 4 * 8);
 #pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) {
+        for (int j = 2 * k; j < 2 * k + 2; ++j) {
             const float2 l = ptx::ld_shared_v2_f32(lse_log2 + j * 32);
             float* s = st + 4 * j;
             s[0] = ptx::ex2_approx(fmaf(s[0], scale_log2, -l.x));
@@ -272,30 +298,48 @@ struct BwdConsumer {
         }
     }
 
-    /// dS^T = P^T (dP^T - delta), rounded.
+    /// dS^T = P^T (dP^T - delta) of step k, rounded, in registers and in the tile of dS: queries x
+    /// keys.
     __device__ __forceinline__ void score_gradients(const float* p, const float* dp, uint32_t* ds,
-                                                    int stage) const {
+                                                    int k, int stage) const {
         const uint32_t delta = shared.delta(stage) + static_cast<uint32_t>(lane() % 4 * 8);
 #pragma unroll
-        for (int j = 0; j < kBlockM / 8; ++j) {
+        for (int j = 2 * k; j < 2 * k + 2; ++j) {
             const float2 d = ptx::ld_shared_v2_f32(delta + j * 32);
             const float *pj = p + 4 * j, *dpj = dp + 4 * j;
             ds[2 * j] = Element::pack(pj[0] * (dpj[0] - d.x), pj[1] * (dpj[1] - d.y));
             ds[2 * j + 1] = Element::pack(pj[2] * (dpj[2] - d.x), pj[3] * (dpj[3] - d.y));
         }
     }
-
-    /// dS^T in registers to the tile of dS: queries x keys.
-    __device__ __forceinline__ void store_score_gradients(const uint32_t* ds) const {
+    /// Both at once, with softcap and ALiBi: st holds S^T.
+    __device__ __forceinline__ void general_gradients(const BwdScoreTerms& terms, const float* st,
+                                                      const float* dp, uint32_t* p, uint32_t* ds,
+                                                      int k, int stage, int block) const {
+        const uint32_t column = static_cast<uint32_t>(lane() % 4 * 8);
+        const int row = block * kBlockM + lane() % 4 * 2, key = warp_key() + lane() / 4;
+#pragma unroll
+        for (int j = 2 * k; j < 2 * k + 2; ++j) {
+            const float2 l = ptx::ld_shared_v2_f32(shared.lse_log2(stage) + column + j * 32);
+            const float2 d = ptx::ld_shared_v2_f32(shared.delta(stage) + column + j * 32);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int e = 4 * j + 2 * r;
+                float p0, p1, ds0, ds1;
+                terms.gradients(st[e], dp[e], row + 8 * j, key + 8 * r, l.x, d.x, p0, ds0);
+                terms.gradients(st[e + 1], dp[e + 1], row + 8 * j + 1, key + 8 * r, l.y, d.y, p1,
+                                ds1);
+                p[2 * j + r] = Element::pack(p0, p1);
+                ds[2 * j + r] = Element::pack(ds0, ds1);
+            }
+        }
+    }
+    __device__ __forceinline__ void store_score_gradients(const uint32_t* ds, int k) const {
         const int key = warp_key() + (lane() >> 3 & 1) * 8;
         const int row = (lane() & 7) + (lane() >> 4) * 8;
         const uint32_t place =
             shared.ds() + static_cast<uint32_t>(SLayout::unit_offset(row, key / 8));
-#pragma unroll
-        for (int k = 0; k < kBlockM / 16; ++k) {
-            ptx::stmatrix_x4_trans(place + k * 16 * SLayout::kRowBytes, ds[4 * k], ds[4 * k + 1],
-                                   ds[4 * k + 2], ds[4 * k + 3]);
-        }
+        ptx::stmatrix_x4_trans(place + k * 16 * SLayout::kRowBytes, ds[4 * k], ds[4 * k + 1],
+                               ds[4 * k + 2], ds[4 * k + 3]);
     }
 
     /// dQ in register order to the buffer from which reduce_dq() takes it.
@@ -348,6 +392,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
     const float scale_log2 = args.params.problem.softmax_scale * kLog2E;
     const bool packed = args.params.problem.is_packed();
     uint32_t count = 0;  // steps so far
+    int head = tile.head_begin;
 
     if (tile.has_queries()) wait_barrier(shared.kv_full(), 0);
     if (packed && tile.keys < kBlockN && tile.has_queries()) {
@@ -383,11 +428,33 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
         if constexpr (decltype(masked)::value) consumer.mask_scores(st, tile, block);
         // P = exp2(S * scale_log2 - lse_log2), dS = P * (dP - delta)
         uint32_t p[kBlockM / 4], ds[kBlockM / 4];
-        consumer.probabilities(st, p, s, scale_log2);
-        ptx::wgmma_wait_group<0>();
-        consumer.score_gradients(st, dp, ds, s);
-        consumer.meet();  // all are done with the last step's dS
-        consumer.store_score_gradients(ds);
+        constexpr int kSteps = kBlockM / 16;
+        if constexpr (Config::kGeneral) {
+            ptx::wgmma_wait_group<0>();
+            consumer.meet();  // all are done with the last step's dS
+            const auto terms = BwdScoreTerms::make(args.params.problem, tile, head);
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+                consumer.general_gradients(terms, st, dp, p, ds, k, s, block);
+                consumer.store_score_gradients(ds, k);
+            }
+        } else {
+            constexpr int kEarly = Config::kStreamsScores ? kSteps / 2 : kSteps;
+#pragma unroll
+            for (int k = 0; k < kEarly; ++k) consumer.probabilities(st, p, k, s, scale_log2);
+            ptx::wgmma_wait_group<0>();
+#pragma unroll
+            for (int k = 0; k < kSteps && !Config::kStreamsScores; ++k) {
+                consumer.score_gradients(st, dp, ds, k, s);
+            }
+            consumer.meet();  // all are done with the last step's dS
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+                if (k >= kEarly) consumer.probabilities(st, p, k, s, scale_log2);
+                if (Config::kStreamsScores) consumer.score_gradients(st, dp, ds, k, s);
+                consumer.store_score_gradients(ds, k);
+            }
+        }
         // dV += P^T dO
         consumer.key_gradient_mma(consumer.dv, p, shared.dout(s));
         ptx::fence_proxy_async_shared();
@@ -408,7 +475,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
 
     const int end = tile.end, full_begin = tile.full_begin, full_end = tile.full_end;
 #pragma unroll 1
-    for (int heads = tile.head_end - tile.head_begin; heads > 0; --heads) {
+    for (; head < tile.head_end; ++head) {
         int block = tile.begin;
 #pragma unroll 1
         for (; block < full_begin; ++block) step(block, std::true_type{});
@@ -475,8 +542,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::prefetch_tensormap(&args.k);
         ptx::prefetch_tensormap(&args.v);
         ptx::prefetch_tensormap(&args.dout);
-        storage.tile = BwdTile::make<Config::kBlockN, Config::kBlockN, Config::kBlockM>(
-            args, static_cast<int>(blockIdx.x), 0);
+        // Sums in turns wait for CTAs of lower index, so an index is drawn only when its CTA runs.
+        const int index = args.params.deterministic ? atomicAdd(args.workspace.counters, 1)
+                                                    : static_cast<int>(blockIdx.x);
+        storage.tile =
+            BwdTile::make<Config::kBlockN, Config::kBlockN, Config::kBlockM>(args, index, 0);
     }
     __syncthreads();
     const BwdTile& tile = storage.tile;
@@ -484,9 +554,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kLoaderRegisters>();
-        if (!tile.has_queries()) return;
         if (threadIdx.x == 0) {
-            load_tiles(shared, tile, args);
+            if (tile.has_queries()) load_tiles(shared, tile, args);
         } else if (threadIdx.x / 32 == 1) {
             reduce_dq(shared, tile, args);
         }

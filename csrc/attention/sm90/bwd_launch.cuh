@@ -14,13 +14,12 @@ namespace sm90 {
 
 template <class Config>
 BwdPlan make_plan(const AttentionBwdParams& params, int num_sms) {
-    const AttentionProblem& problem = params.problem;
     BwdPlan plan;
     plan.block_m = Config::kBlockM;
     plan.block_n = Config::kBlockN;
     plan.dq = Config::dq_layout();
     plan.dk = plan.dv = Config::key_gradient_layout();
-    plan.head_splits = bwd_head_splits(problem, Config::kBlockN, num_sms);
+    plan.head_splits = bwd_head_splits(params, Config::kBlockN, num_sms);
     return plan;
 }
 
@@ -49,11 +48,11 @@ BwdPlan plan_bwd_class(const AttentionBwdParams& params, int num_sms) {
 template <int kHeadDim>
 void launch_bwd_class(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
                       cudaStream_t stream) {
-    if (params.problem.dtype == DType::kBFloat16) {
-        launch_bwd_config<BwdConfig<BFloat16, kHeadDim, false>>(params, plan, num_sms, stream);
-    } else {
-        launch_bwd_config<BwdConfig<Float16, kHeadDim, false>>(params, plan, num_sms, stream);
-    }
+    with_bwd_body(params.problem, [&](auto element, auto general) {
+        using Element = decltype(element);
+        constexpr bool kGeneral = decltype(general)::value;
+        launch_bwd_config<BwdConfig<Element, kHeadDim, kGeneral>>(params, plan, num_sms, stream);
+    });
 }
 
 }  // namespace sm90

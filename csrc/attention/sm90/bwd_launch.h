@@ -8,9 +8,9 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-/// False for what the backward kernels of Hopper leave to the portable path: dropout, bias, score
-/// terms, head dims above 256, scales that are not positive, determinism, no gradient of the
-/// output, and tensors that no tensor map describes.
+/// False for what the backward kernels of Hopper leave to the portable path: dropout, bias, head
+/// dims above 256 (above 128 with deterministic sums), scales that are not positive, no gradient of
+/// the output, and tensors that no tensor map describes.
 bool can_run_bwd(const AttentionBwdParams& params);
 
 /// The plan of the kernel that this problem takes. num_sms: of the device.

@@ -10,6 +10,32 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
+/// Division by a number that the host knows, of dividends from 0 to 2^31 - 1: a product and a
+/// shift. With p = 31 + ceil(log2(divisor)) the quotient is dividend * ceil(2^p / divisor) / 2^p,
+/// for the excess of the factor is below 2^(p - 31) (Granlund and Montgomery 1994).
+struct Divisor {
+    uint32_t divisor = 1;
+    uint32_t factor = 0;
+    int shift = 0;
+
+    static Divisor of(int divisor) {
+        Divisor result;
+        result.divisor = static_cast<uint32_t>(divisor > 0 ? divisor : 1);
+        int bits = 0;
+        while ((uint64_t{1} << bits) < result.divisor) ++bits;
+        if (bits == 0) return result;
+        const uint64_t power = uint64_t{1} << (31 + bits);
+        result.factor = static_cast<uint32_t>((power + result.divisor - 1) / result.divisor);
+        result.shift = 31 + bits;
+        return result;
+    }
+    FAN_HOST_DEVICE int quotient(int dividend) const {
+        if (shift == 0) return dividend;
+        return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(dividend)) * factor >>
+                                shift);
+    }
+};
+
 /// The order in which CTAs take the tiles of the backward pass. A tile is a block of keys of one
 /// unit: a K/V head (or a part of its group) of one sequence, or of all packed ones.
 ///
@@ -20,6 +46,12 @@ struct BwdTileOrder {
     int units = 0;
     int blocks = 0;  // of a unit
     int tail_units = 0;
+    Divisor by_blocks, by_tail_units;  // see finish()
+
+    void finish() {
+        by_blocks = Divisor::of(blocks);
+        by_tail_units = Divisor::of(tail_units);
+    }
 
     struct Tile {
         int unit = 0;
@@ -29,8 +61,12 @@ struct BwdTileOrder {
     FAN_HOST_DEVICE Tile tile(int index) const {
         const int head_units = units - tail_units;
         const int in_tail = index - head_units * blocks;
-        if (in_tail < 0) return Tile{index / blocks, index % blocks};
-        return Tile{head_units + in_tail % tail_units, in_tail / tail_units};
+        if (in_tail < 0) {
+            const int unit = by_blocks.quotient(index);
+            return Tile{unit, index - unit * blocks};
+        }
+        const int block = by_tail_units.quotient(in_tail);
+        return Tile{head_units + in_tail - block * tail_units, block};
     }
 };
 
@@ -53,6 +89,7 @@ inline BwdTileOrder bwd_tile_order(const AttentionProblem& problem, int head_spl
     if (problem.is_packed()) {
         order.units = static_cast<int>(heads);
         order.blocks = static_cast<int>(BlockSlots::keys(problem, block_n).count());
+        order.finish();
         return order;
     }
     order.units = static_cast<int>(problem.batch_size * heads);
@@ -63,6 +100,7 @@ inline BwdTileOrder bwd_tile_order(const AttentionProblem& problem, int head_spl
         order.tail_units =
             tail_units(order.units, order.blocks, slots, group_size, problem.seqlen_q * row_bytes);
     }
+    order.finish();
     return order;
 }
 
