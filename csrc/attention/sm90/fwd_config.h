@@ -21,12 +21,11 @@ struct FwdTile {
     int q_stages = 2;            // 2: the next tile's Q is loaded while this one is worked on
     int kv_stages = 2;           // of K and of V
     bool ping_pong = true;       // warpgroups take turns with the tensor cores
-    bool early_claim = false;    // the next tile is claimed two loads before a tile's last one
     bool evict_hints = false;    // keep K and V in the L2, let Q go
     bool lazy_rescale = false;   // see OnlineSoftmax::probabilities
     bool rescale_first = false;  // O is rescaled between the two products of a step, not after them
     bool wait_first = false;     // softmax starts when both products of a step are done
-    bool own_output = true;      // O has a tile of its own; else it is staged in Q's
+    bool output_tile = true;     // O leaves by the copy engine; else straight from registers
 };
 
 /// Measured on an H200 (docs/attention_sm90.md). Registers bound the tiles: 232 per thread with two
@@ -35,26 +34,23 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
     FwdTile tile;
     if (head_dim == 64 && (body == FwdBody::kFull || body == FwdBody::kBanded)) {
         tile.block_m = 192;
-        tile.early_claim = true;
         tile.lazy_rescale = true;
     } else if (head_dim == 64) {
         tile.kv_stages = 3;
         tile.ping_pong = false;
-        tile.early_claim = true;
     } else if (head_dim == 192 && head_dim_v == 192) {
         tile.block_n = 112;
     } else if (head_dim == 256) {
         tile.block_n = 80;
         tile.lazy_rescale = true;
     } else if (head_dim <= 128 && body != FwdBody::kFull) {
-        tile.early_claim = true;
         tile.evict_hints = true;
     }
     if (head_dim > 128) {
         tile.q_stages = 1;
         tile.ping_pong = false;
         tile.rescale_first = true;
-        tile.own_output = false;
+        tile.output_tile = false;
     }
     return tile;
 }
@@ -104,8 +100,6 @@ struct FwdConfig {
 
     static_assert(kBlockM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "64 rows each");
     static_assert(kBlockN % 16 == 0, "whole steps of P V");
-    static_assert(kTile.own_output || (kQStages == 1 && LayoutO::kBytes <= LayoutQ::kBytes),
-                  "O is staged in the only Q tile");
 };
 
 }  // namespace sm90

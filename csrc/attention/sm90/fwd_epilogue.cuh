@@ -85,42 +85,80 @@ __device__ __forceinline__ void store_empty_rows(const FwdArguments& arguments, 
     if (thread < rows.count) rows.lse[thread] = sink_of(problem, work);
 }
 
-/// Writes a warpgroup's rows: normalised and rounded into its part of the output tile, from where
-/// the copy engine takes them. Nobody else touches that part, so no warpgroup waits for another.
+/// The four lanes of a quad hold four 32-bit words each; afterwards lane q holds word q of every
+/// lane, in the order of the lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int lane) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+        const bool upper = (lane & step) != 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & step) continue;
+            const uint32_t received =
+                __shfl_xor_sync(0xffffffffu, upper ? words[i] : words[i + step], step);
+            words[i] = upper ? received : words[i];
+            words[i + step] = upper ? words[i + step] : received;
+        }
+    }
+}
+
+/// Two rows of O per lane, normalised and rounded.
 template <class Config>
-__device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
-                                             const FwdArguments& arguments, const FwdWork& work,
-                                             int warpgroup, int thread,
-                                             const float (&acc_o)[1][Config::kTilesD][4],
-                                             const float (&lse)[2], const float (&normalizer)[2]) {
-    ptx::make_opaque(thread);  // no address of this function in the main loop's registers
-    using Element = typename Config::Element;
+struct OutputRows {
+    const float (&acc_o)[1][Config::kTilesD][4];
+    const float (&normalizer)[2];
+
+    /// This lane's two columns of group d of eight, in its row r.
+    __device__ __forceinline__ uint32_t pair(int d, int r) const {
+        return Config::Element::pack(acc_o[0][d][2 * r] * normalizer[r],
+                                     acc_o[0][d][2 * r + 1] * normalizer[r]);
+    }
+};
+
+/// From the registers to memory, 64 bytes of a row at a time: no tile of shared memory, no barrier.
+template <class Config>
+__device__ __forceinline__ void store_rows_directly(const FwdRows& rows,
+                                                    const OutputRows<Config>& output, int units,
+                                                    int thread) {
+    const int lane = thread & 31;
+    const int row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int d = 0; d < Config::kTilesD; d += 4) {
+        const int unit = d + lane % 4;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            uint32_t words[4] = {output.pair(d, r), output.pair(d + 1, r), output.pair(d + 2, r),
+                                 output.pair(d + 3, r)};
+            transpose_quad(words, lane);
+            if (row + 8 * r < rows.count && unit < units) {
+                *reinterpret_cast<uint4*>(rows.out + (row + 8 * r) * rows.row_stride + unit * 8) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+}
+
+/// Through the warpgroup's part of the output tile, from where the copy engine takes it. Nobody
+/// else touches that part, so no warpgroup waits for another.
+template <class Config>
+__device__ __forceinline__ void store_rows_by_tile(FwdSharedStorage<Config>& shared,
+                                                   const FwdArguments& arguments,
+                                                   const FwdWork& work, const FwdRows& rows,
+                                                   const OutputRows<Config>& output, int warpgroup,
+                                                   int thread) {
     using Layout = typename Config::LayoutO;
     const AttentionProblem& problem = arguments.params.problem;
-    const FwdRows rows(arguments.params, work, Config::kBlockM, warpgroup);
-    const int lane = thread & 31, warp = thread >> 5;
+    const int lane = thread & 31;
     const int tile_row = 64 * warpgroup;
     const int barrier = kBarrierOutput + warpgroup;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int row = 16 * warp + lane / 4 + 8 * r;
-        if (lane % 4 == 0 && row < rows.count) rows.lse[row] = lse[r];
-    }
-    if constexpr (Config::kTile.own_output) {  // the last tile's store has read it
-        if (thread == 0) ptx::bulk_wait_group_read<0>();
-        ptx::bar_sync(barrier, 128);
-    }
-    unsigned char* tile = shared.out_tile();
-    const uint32_t address = ptx::shared_address(tile);
-    const int my_row = tile_row + 16 * warp + lane % 16;
+    if (thread == 0) ptx::bulk_wait_group_read<0>();  // the last tile's store
+    ptx::bar_sync(barrier, 128);
+    const uint32_t tile = ptx::shared_address(shared.out.bytes);
+    const int my_row = tile_row + thread / 32 * 16 + lane % 16;
 #pragma unroll
     for (int d = 0; d < Config::kTilesD; d += 2) {
-        const auto pair = [&](int group, int r) {
-            return Element::pack(acc_o[0][group][2 * r] * normalizer[r],
-                                 acc_o[0][group][2 * r + 1] * normalizer[r]);
-        };
-        ptx::stmatrix_x4(address + Layout::unit_offset(my_row, d + lane / 16), pair(d, 0),
-                         pair(d, 1), pair(d + 1, 0), pair(d + 1, 1));
+        ptx::stmatrix_x4(tile + Layout::unit_offset(my_row, d + lane / 16), output.pair(d, 0),
+                         output.pair(d, 1), output.pair(d + 1, 0), output.pair(d + 1, 1));
     }
     ptx::fence_proxy_async_shared();
     ptx::bar_sync(barrier, 128);
@@ -133,7 +171,7 @@ __device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
 #pragma unroll 1
             for (int c = 0; c * Layout::kUnitsPerRow < units; ++c) {
                 ptx::tma_store_4d(&arguments.map_out,
-                                  address + c * Layout::kChunkBytes + tile_row * Layout::kRowBytes,
+                                  tile + c * Layout::kChunkBytes + tile_row * Layout::kRowBytes,
                                   c * Layout::kChunkColumns, work.row_q + rows.first, work.head,
                                   rows.batch);
             }
@@ -143,15 +181,30 @@ __device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
         for (int i = thread; i < rows.count * units; i += 128) {
             const int row = i / units, unit = i - row * units;
             *reinterpret_cast<uint4*>(rows.out + row * rows.row_stride + unit * 8) =
-                *reinterpret_cast<const uint4*>(tile + Layout::unit_offset(tile_row + row, unit));
+                *reinterpret_cast<const uint4*>(shared.out.bytes +
+                                                Layout::unit_offset(tile_row + row, unit));
         }
     }
-    if constexpr (!Config::kTile.own_output) {  // the tile is Q's again
-        ptx::bar_sync(barrier, 128);
-        if (thread == 0) {
-            ptx::bulk_wait_group_read<0>();
-            shared.q_empty[0].arrive();
-        }
+}
+
+/// Writes a warpgroup's rows of the output and their LSE.
+template <class Config>
+__device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
+                                             const FwdArguments& arguments, const FwdWork& work,
+                                             int warpgroup, int thread,
+                                             const OutputRows<Config>& output,
+                                             const float (&lse)[2]) {
+    ptx::make_opaque(thread);  // no address of this function in the main loop's registers
+    const FwdRows rows(arguments.params, work, Config::kBlockM, warpgroup);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int row = thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+        if (thread % 4 == 0 && row < rows.count) rows.lse[row] = lse[r];
+    }
+    if constexpr (Config::kTile.output_tile) {
+        store_rows_by_tile(shared, arguments, work, rows, output, warpgroup, thread);
+    } else {
+        store_rows_directly(rows, output, arguments.params.problem.head_dim_v / 8, thread);
     }
 }
 

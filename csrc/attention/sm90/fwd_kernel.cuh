@@ -31,7 +31,7 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
     using LayoutQ = typename Config::LayoutQ;
     using LayoutK = typename Config::LayoutK;
     using LayoutV = typename Config::LayoutV;
-    constexpr bool kHints = Config::kTile.evict_hints, kEarly = Config::kTile.early_claim;
+    constexpr bool kHints = Config::kTile.evict_hints;
     constexpr ptx::L2Hint kKeep = kHints ? ptx::L2Hint::kEvictLast : ptx::L2Hint::kNormal;
     constexpr ptx::L2Hint kOnce = kHints ? ptx::L2Hint::kEvictFirst : ptx::L2Hint::kNormal;
     const AttentionProblem& problem = arguments.params.problem;
@@ -41,8 +41,6 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
 
 #pragma unroll 1
     for (uint32_t round = 0;; ++round) {
-        // Late claim: a tile that is claimed early may start late, while others idle.
-        if (round > 0 && !kEarly) shared.work_empty.arrive();
         shared.work_full.wait(round & 1);
         if (shared.work.is_end()) return;
         const int begin = shared.work.blocks.begin, end = shared.work.blocks.end;
@@ -51,7 +49,7 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
         const int row_q = shared.work.row_q + shared.work.block * Config::kBlockM;
         const int row_k = shared.work.row_k;
         if (begin >= end) {
-            if (kEarly) shared.work_empty.arrive();
+            shared.work_empty.arrive();
             continue;
         }
         const auto load_q = [&] {
@@ -94,8 +92,11 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
             v_state.advance();
         };
 
-        const int claim_at = min(end - 2, begin + 1);  // two loads of K before the last
-        if (kEarly && claim_at < begin) shared.work_empty.arrive();
+        // From here on the next tile may be claimed: late, for a tile that is claimed early may
+        // start late while others idle; yet two loads of K before the last, for looking it up
+        // takes time.
+        const int claim_at = min(end - 2, begin + 1);
+        if (claim_at < begin) shared.work_empty.arrive();
         if (Config::kQStages > 1) {
             load_q();
             load_k(end - 1);
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
         }
 #pragma unroll 1
         for (int n_block = end - 2; n_block >= begin; --n_block) {
-            if (kEarly && n_block == claim_at) shared.work_empty.arrive();
+            if (n_block == claim_at) shared.work_empty.arrive();
             load_k(n_block);
             load_v(n_block + 1);
         }
@@ -216,7 +217,7 @@ class FwdConsumer {
         }
 
         // O += P V of the last block; the next tile is looked up meanwhile
-        if (Config::kTile.own_output && thread == 0) shared.q_empty[q_state.index].arrive();
+        if (thread == 0) shared.q_empty[q_state.index].arrive();
         q_state.advance();
         if (Config::kTile.rescale_first) rescale_output();
         shared.v_full[v_state.index].wait(v_state.parity);
@@ -228,7 +229,8 @@ class FwdConsumer {
         finish_rows(finished, lse, normalizer);
         ptx::wgmma_wait_group<0>();
         release(shared.v_empty, v_state);
-        store_output(shared, arguments, finished, warpgroup, thread, acc_o, lse, normalizer);
+        store_output(shared, arguments, finished, warpgroup, thread,
+                     OutputRows<Config>{acc_o, normalizer}, lse);
     }
 
     /// Steps through the blocks n_block - 1 ... until.

@@ -22,22 +22,14 @@ struct FwdSharedStorage {
     SharedTile<typename Config::LayoutQ> q[Config::kQStages];
     SharedTile<typename Config::LayoutK> k[Config::kStages];
     SharedTile<typename Config::LayoutV> v[Config::kStages];
-    std::conditional_t<Config::kTile.own_output, SharedTile<typename Config::LayoutO>, Nothing>
-        out;  // else in q[0]
+    std::conditional_t<Config::kTile.output_tile, SharedTile<typename Config::LayoutO>, Nothing>
+        out;
 
     FwdWork work;  // the current tile
     Mbarrier work_full, work_empty;
     Mbarrier q_full[Config::kQStages], q_empty[Config::kQStages];
     Mbarrier k_full[Config::kStages], k_empty[Config::kStages];
     Mbarrier v_full[Config::kStages], v_empty[Config::kStages];
-
-    __device__ __forceinline__ unsigned char* out_tile() {
-        if constexpr (Config::kTile.own_output) {
-            return out.bytes;
-        } else {
-            return q[0].bytes;
-        }
-    }
 };
 
 }  // namespace sm90
