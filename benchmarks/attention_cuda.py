@@ -1,13 +1,18 @@
-"""The GPU part of benchmarks.attention: our kernels beside the backends of torch's own attention.
+"""The GPU part of benchmarks.attention: our kernels beside the backends of torch's own attention,
+and, where a card has kernels of its own (Hopper), beside our portable ones.
 
 TFLOP/s count 4 B H Sq Sk D forward and 2.5 times that backward, half of it under a causal mask.
 """
 
+import contextlib
+import os
 import time
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.fa3_yardstick import fa3_tflop_per_s
 
 TOKENS = 16384  # batch_size * seqlen
 HIDDEN = 2048  # num_heads_q * head_dim
@@ -20,9 +25,10 @@ def median(values: list) -> float:
 
 
 def burst_seconds(function) -> float:
-    """Seconds of one call, the mean of a burst of calls after a rest and a call that is not
-    counted."""
+    """Seconds of one call on the device, the mean of a burst of calls after a rest and a call that
+    is not counted. The device is kept waiting first, so that the host is ahead of it."""
     time.sleep(0.02)
+    torch.cuda._sleep(2_000_000)
     function()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -31,6 +37,16 @@ def burst_seconds(function) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3 / LAUNCHES
+
+
+@contextlib.contextmanager
+def portable_kernels():
+    """Calls inside run the kernels that every card runs; csrc reads the variable on each call."""
+    os.environ["FLASH_ATTN_NORM_PORTABLE"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["FLASH_ATTN_NORM_PORTABLE"]
 
 
 def both_passes(function, inputs: list, dout: torch.Tensor) -> dict:
@@ -95,48 +111,80 @@ def peak_bytes(function) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def measure_cell(kernel, cell: dict, dtype: torch.dtype, turns: int) -> list:
-    """One figure per pass; the candidates take turns."""
-    tensors = random_inputs(cell, dtype)
-    candidates = {"flash_attn_norm": (ours(kernel, cell, tensors), None)}
+def candidates_of(kernel, cell: dict, tensors: list) -> dict:
+    """{name: (its passes, the context they run in)}."""
+    contexts = {"flash_attn_norm": contextlib.nullcontext}
+    if torch.cuda.get_device_capability() == (9, 0):
+        contexts["portable"] = portable_kernels
+    candidates = {}
+    for name, context in contexts.items():
+        with context():
+            candidates[name] = (ours(kernel, cell, tensors), context)
     for name, backend in PEERS.items():
+
+        def context(backend=backend):
+            return sdpa_kernel(backend)
+
         try:
-            with sdpa_kernel(backend):
-                candidates[name] = (torchs(cell, tensors), backend)
+            with context():
+                candidates[name] = (torchs(cell, tensors), context)
         except RuntimeError:
             print(f"{name}: not for {cell}", flush=True)
+    return candidates
+
+
+def measure_cell(kernel, cell: dict, dtype: torch.dtype, turns: int) -> list:
+    """One figure per pass; the candidates take turns, the portable kernels one only."""
+    tensors = random_inputs(cell, dtype)
+    candidates = candidates_of(kernel, cell, tensors)
     tflop = 4e-12 * cell["batch_size"] * cell["num_heads_q"] * cell["seqlen"] ** 2
     tflop *= cell["head_dim"] * (0.5 if cell["causal"] else 1.0)
     figures = []
     for which, factor in (("forward", 1.0), ("backward", 2.5)):
         seconds = {name: [] for name in candidates}
-        for _ in range(turns):
-            for name, (passes, backend) in candidates.items():
-                with sdpa_kernel(backend or SDPBackend.MATH):
+        for turn in range(turns):
+            for name, (passes, context) in candidates.items():
+                if name == "portable" and turn > 0:
+                    continue
+                with context():
                     seconds[name].append(burst_seconds(passes[which]))
         figure = {"pass": which, **cell}
-        for name, (passes, backend) in candidates.items():
+        for name, (passes, context) in candidates.items():
             figure[f"{name}_ms"] = round(median(seconds[name]) * 1e3, 4)
             figure[f"{name}_tflop_per_s"] = round(factor * tflop / median(seconds[name]), 1)
-            with sdpa_kernel(backend or SDPBackend.MATH):
+            with context():
                 figure[f"{name}_peak_mb"] = round(peak_bytes(passes[which]) / 1e6, 1)
-        if "flash" in candidates:
-            figure["over_flash"] = round(figure["flash_ms"] / figure["flash_attn_norm_ms"], 3)
+        add_ratios(figure)
         figures.append(figure)
         print_figure(figure)
     return figures
 
 
+def add_ratios(figure: dict) -> None:
+    """Our speed over each peer's; FlashAttention-3's is quoted from another run on an H200."""
+    ours_ms = figure["flash_attn_norm_ms"]
+    for name in ("portable", *PEERS):
+        if f"{name}_ms" in figure:
+            figure[f"over_{name}"] = round(figure[f"{name}_ms"] / ours_ms, 3)
+    quoted = fa3_tflop_per_s(figure, figure["pass"])
+    if quoted is not None and "H200" in torch.cuda.get_device_name():
+        figure["fa3_quoted_tflop_per_s"] = quoted
+        figure["over_fa3_quoted"] = round(figure["flash_attn_norm_tflop_per_s"] / quoted, 3)
+
+
 def print_figure(figure: dict) -> None:
     rates = "  ".join(
         f"{name} {figure[f'{name}_tflop_per_s']:6.1f}"
-        for name in ("flash_attn_norm", *PEERS)
+        for name in ("flash_attn_norm", "portable", *PEERS)
         if f"{name}_ms" in figure
+    )
+    ratios = "  ".join(
+        f"{name[5:]} {figure[name]:.2f}" for name in sorted(figure) if name.startswith("over_")
     )
     print(
         f"d{figure['head_dim']:<4}{figure['num_heads_q']}:{figure['num_heads_kv']:<3}"
         f"S{figure['seqlen']:<6}{'causal' if figure['causal'] else 'full':7}"
-        f"{figure['pass']:9}{rates}  over flash {figure.get('over_flash', 0):.2f}",
+        f"{figure['pass']:9}{rates}  over {ratios}",
         flush=True,
     )
 
@@ -164,12 +212,14 @@ def cells(head_dims: list, seqlens: list) -> list:
 def geometric_means(figures: list) -> list:
     means = []
     for which in ("forward", "backward"):
-        ratios = [f["over_flash"] for f in figures if f["pass"] == which and "over_flash" in f]
-        if ratios:
+        for peer in ("over_flash", "over_cudnn", "over_fa3_quoted", "over_portable"):
+            ratios = [f[peer] for f in figures if f["pass"] == which and peer in f]
+            if not ratios:
+                continue
             mean = torch.tensor(ratios, dtype=torch.float64).log().mean().exp().item()
-            means.append({"pass": which, "geometric_mean_over_flash": round(mean, 3)})
-            means[-1]["least_over_flash"] = min(ratios)
-            print(f"{which}: {mean:.3f} of flash, {min(ratios):.3f} at least", flush=True)
+            means.append({"pass": which, f"geometric_mean_{peer}": round(mean, 3)})
+            means[-1][f"least_{peer}"] = min(ratios)
+            print(f"{which} {peer}: {mean:.3f} in the mean, {min(ratios):.3f} at least", flush=True)
     return means
 
 
