@@ -1,0 +1,75 @@
+"""Checks that the Hopper kernels consist of the instructions that they are written for: ptxas would
+compile a wgmma whose operands it cannot place into something that runs, at a fraction of the speed.
+
+Machine code is read straight from the cubins: cuobjdump alone has no disassembler.
+"""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from .ninja_file import BuildPlan
+from .symbols import demangle
+
+# Kernels of these sources must use both kinds of instruction. The opcode is in the low 12 bits of a
+# 16-byte instruction, seen in cuobjdump's own dumps of sm_90a code.
+HOPPER_SOURCES = "csrc/attention/sm90/"
+OPCODES = {
+    "HGMMA": {0x9F0, 0xDF0},  # wgmma.mma_async, A in shared memory or in registers
+    "UTMALDG": {0x5B4},  # cp.async.bulk.tensor, global to shared
+}
+
+
+def check_sass(plan: BuildPlan, cuobjdump: Path) -> list[str]:
+    """What is wrong with the machine code; empty when nothing is."""
+    problems = []
+    for step in plan.steps:
+        if step.is_cuda and HOPPER_SOURCES in str(step.source):
+            for kernel, counts in count_instructions(step.object, cuobjdump).items():
+                missing = [name for name in OPCODES if counts[name] == 0]
+                if missing:
+                    problems.append(f"{kernel} has no {' and no '.join(missing)}")
+    return problems
+
+
+def count_instructions(path: Path, cuobjdump: Path) -> dict[str, Counter]:
+    """How often each instruction of OPCODES stands in each kernel of an object."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(cuobjdump), "-xelf", "all", str(path.resolve())]
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        found = {}
+        for cubin in sorted(Path(folder).glob("*.cubin")):
+            found.update(_count_in_cubin(cubin.read_bytes()))
+    names = demangle(list(found), parameters=False)
+    return dict(zip(names, found.values(), strict=True))
+
+
+def _count_in_cubin(data: bytes) -> dict[str, Counter]:
+    return {
+        name: Counter(
+            instruction
+            for (word, _) in struct.iter_unpack("<QQ", code)
+            for instruction, opcodes in OPCODES.items()
+            if word & 0xFFF in opcodes
+        )
+        for name, code in _kernels(data)
+    }
+
+
+def _kernels(data: bytes) -> list[tuple[str, bytes]]:
+    """(mangled name, machine code) of the sections .text.<name> of a 64-bit ELF file."""
+    (table,) = struct.unpack_from("<Q", data, 0x28)  # e_shoff
+    entry_size, count, names_index = struct.unpack_from("<HHH", data, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_size) for i in range(count)]
+    names_offset = headers[names_index][4]
+    kernels = []
+    for name_at, _, _, _, offset, size in headers:
+        start = names_offset + name_at
+        name = data[start : data.index(b"\0", start)].decode()
+        if name.startswith(".text."):
+            kernels.append((name[len(".text.") :], data[offset : offset + size]))
+    return kernels
