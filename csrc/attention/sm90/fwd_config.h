@@ -13,8 +13,8 @@ enum class FwdBody {
     kGeneral,      // softcap and ALiBi as well
 };
 
-/// Tile and schedule of a forward kernel. Each consumer warpgroup owns 64 of the block_m query rows
-/// and meets block_n keys at a time.
+/// Tile and schedule of a forward kernel. Each consumer warpgroup owns 64 of
+/// the block_m query rows and meets block_n keys at a time.
 struct FwdTile {
     int block_m = 128;
     int block_n = 128;
@@ -28,8 +28,9 @@ struct FwdTile {
     bool output_tile = true;     // O leaves by the copy engine; else straight from registers
 };
 
-/// Measured on an H200 (docs/attention_sm90.md). Registers bound the tiles: 232 per thread with two
-/// consumer warpgroups, 160 with three; so does shared memory, 227 KB.
+/// Measured on an H200 (docs/attention_sm90.md). Registers bound the tiles: 232
+/// per thread with two consumer warpgroups, 160 with three; so does shared
+/// memory, 227 KB.
 constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
     FwdTile tile;
     if (head_dim == 64 && (body == FwdBody::kFull || body == FwdBody::kBanded)) {
@@ -37,16 +38,14 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
         tile.lazy_rescale = true;
     } else if (head_dim == 64) {
         tile.kv_stages = 3;
-        tile.ping_pong = false;
-    } else if (head_dim == 192 && head_dim_v == 192) {
-        tile.block_n = 112;
-    } else if (head_dim == 256) {
-        tile.block_n = 80;
-        tile.lazy_rescale = true;
-    } else if (head_dim <= 128 && body != FwdBody::kFull) {
-        tile.evict_hints = true;
-    }
-    if (head_dim > 128) {
+    } else if (head_dim <= 128) {
+        tile.evict_hints = body != FwdBody::kFull;
+        tile.wait_first = true;
+    } else {  // no room for a second Q or for an output tile
+        tile.block_n = head_dim == 256     ? (body == FwdBody::kFull ? 80 : 64)
+                       : head_dim_v == 192 ? 112
+                                           : 128;
+        tile.lazy_rescale = head_dim == 256;
         tile.q_stages = 1;
         tile.ping_pong = false;
         tile.rescale_first = true;
@@ -58,7 +57,8 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
 /// kBandedShort serves up to this many keys.
 constexpr int kFewKeys = 1024;
 
-/// A forward kernel's parameters in the form of a type: what it computes, and its tile.
+/// A forward kernel's parameters in the form of a type: what it computes, and
+/// its tile.
 template <class Element_, int kHeadDim_, int kHeadDimV_, FwdBody kBody_>
 struct FwdKernel {
     using Element = Element_;
@@ -85,8 +85,9 @@ struct FwdConfig {
 
     static constexpr int kConsumers = kBlockM / 64;  // warpgroups
     static constexpr int kThreads = 128 * (kConsumers + 1);
-    // ptxas gives every thread the same number of registers at first; the sum over the warpgroups
-    // must not exceed the SM's 65536. With 24 the scheduler spills.
+    // ptxas gives every thread the same number of registers at first; the sum
+    // over the warpgroups must not exceed the SM's 65536. With 24 the scheduler
+    // spills.
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
     static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
@@ -97,6 +98,9 @@ struct FwdConfig {
     // A warpgroup's accumulators, in groups of eight columns
     static constexpr int kTilesN = kBlockN / 8;
     static constexpr int kTilesD = kHeadDimV / 8;
+
+    // Under a band a warpgroup may leave out half of a tile's first block.
+    static constexpr bool kHalfBlocks = kBanded && !kGeneral && kBlockN == 128;
 
     static_assert(kBlockM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "64 rows each");
     static_assert(kBlockN % 16 == 0, "whole steps of P V");

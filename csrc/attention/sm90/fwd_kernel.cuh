@@ -22,9 +22,9 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-/// The producer: one thread that has the copy engine fill the rings, tile by tile, until no tile is
-/// left. Blocks of keys go from right to left. K runs one block ahead of V, as the consumers use
-/// them.
+/// The producer: one thread that has the copy engine fill the rings, tile by
+/// tile, until no tile is left. Blocks of keys go from right to left. K runs
+/// one block ahead of V, as the consumers use them.
 template <class Config>
 __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
                                               const FwdArguments& arguments) {
@@ -92,9 +92,9 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
             v_state.advance();
         };
 
-        // From here on the next tile may be claimed: late, for a tile that is claimed early may
-        // start late while others idle; yet two loads of K before the last, for looking it up
-        // takes time.
+        // From here on the next tile may be claimed: late, for a tile that is
+        // claimed early may start late while others idle; yet two loads of K before
+        // the last, for looking it up takes time.
         const int claim_at = min(end - 2, begin + 1);
         if (claim_at < begin) shared.work_empty.arrive();
         if (Config::kQStages > 1) {
@@ -114,7 +114,8 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
     }
 }
 
-/// The scheduler: one thread of another warp that finds the next tile and describes it to all.
+/// The scheduler: one thread of another warp that finds the next tile and
+/// describes it to all.
 template <class Config>
 __device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
                                                const FwdArguments& arguments) {
@@ -134,7 +135,8 @@ __device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
             if (complete_work(problem, Config::kBlockM, Config::kBlockN, work)) break;
         }
         if (index >= arguments.num_tiles) work.block = -1;
-        // A tile that is known beforehand was looked up while the last one was still in use.
+        // A tile that is known beforehand was looked up while the last one was
+        // still in use.
         if (!counted && round > 0) shared.work_empty.wait((round - 1) & 1);
         shared.work = work;
         shared.work_full.arrive();
@@ -187,8 +189,8 @@ class FwdConsumer {
     }
 
   private:
-    /// O += softmax(Q K^T) V over the tile's key blocks, right to left: under a causal mask only
-    /// the first ones cross the diagonal. Then stores O.
+    /// O += softmax(Q K^T) V over the tile's key blocks, right to left: under a
+    /// causal mask only the first ones cross the diagonal. Then stores O.
     __device__ __forceinline__ void consume_kv_tiles() {
         const BlockRange blocks = work.blocks;
         int n_block = blocks.end - 1;
@@ -197,15 +199,15 @@ class FwdConsumer {
         // S = Q K^T of the first block, whose keys may end within it
         shared.q_full[q_state.index].wait(q_state.parity);
         shared.k_full[k_state.index].wait(k_state.parity);
-        issue_qk();
-        ptx::wgmma_wait_group<0>();
-        release(shared.k_empty, k_state);
-        score_to_probabilities</*kMasked=*/true>(n_block);
-        round_probabilities();
+        if (Config::kHalfBlocks && sees_lower_half_only(n_block)) {
+            first_block<Config::kHalfBlocks ? Config::kTilesN / 2 : Config::kTilesN>(n_block);
+        } else {
+            first_block<Config::kTilesN>(n_block);
+        }
         clear_values_past_end();
 
-        // Each step multiplies the next block's Q K^T and this block's P V at once, and works on
-        // the softmax of the one while the other is running.
+        // Each step multiplies the next block's Q K^T and this block's P V at once,
+        // and works on the softmax of the one while the other is running.
         if constexpr (Config::kGeneral) {
             steps</*kMasked=*/true>(n_block, blocks.begin);
         } else if constexpr (Config::kBanded) {
@@ -233,6 +235,32 @@ class FwdConsumer {
                      OutputRows<Config>{acc_o, normalizer}, lse);
     }
 
+    /// True when none of this warpgroup's rows sees a key of the block's upper
+    /// half: of two warpgroups, one is in this place wherever a tile starts on
+    /// the diagonal.
+    __device__ __forceinline__ bool sees_lower_half_only(int n_block) const {
+        const int last_row = work.block * Config::kBlockM + 64 * warpgroup + 63;
+        const int end = min(last_row + work.right, work.seqlen_k) - n_block * Config::kBlockN;
+        return end <= Config::kBlockN / 2;
+    }
+
+    /// S and P of the first block, or of its first kTiles groups of eight keys;
+    /// the others' P is 0.
+    template <int kTiles>
+    __device__ __forceinline__ void first_block(int n_block) {
+        auto& scores = reinterpret_cast<float (&)[1][kTiles][4]>(acc_s);
+        issue_qk(scores);
+        ptx::wgmma_wait_group<0>();
+        release(shared.k_empty, k_state);
+        score_to_probabilities</*kMasked=*/true>(scores, n_block);
+#pragma unroll
+        for (int n = kTiles; n < Config::kTilesN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc_s[0][n][e] = 0.0f;
+        }
+        round_probabilities();
+    }
+
     /// Steps through the blocks n_block - 1 ... until.
     template <bool kMasked>
     __device__ __forceinline__ void steps(int& n_block, int until) {
@@ -241,7 +269,7 @@ class FwdConsumer {
             // S = Q K^T
             shared.k_full[k_state.index].wait(k_state.parity);
             if (Config::kTile.ping_pong) take_turn();
-            issue_qk();
+            issue_qk(acc_s);
             if (Config::kTile.rescale_first) rescale_output();
 
             // O += P V of the block before
@@ -253,7 +281,7 @@ class FwdConsumer {
             ptx::wgmma_wait_group<1>();
             release(shared.k_empty, k_state);
             if (Config::kTile.wait_first) finish_pv();
-            score_to_probabilities<kMasked>(n_block);
+            score_to_probabilities<kMasked>(acc_s, n_block);
             if (!Config::kTile.wait_first) finish_pv();
             round_probabilities();
             if (!Config::kTile.rescale_first) rescale_output();
@@ -280,12 +308,13 @@ class FwdConsumer {
         }
     }
 
-    __device__ __forceinline__ void issue_qk() {
+    template <int kTiles>
+    __device__ __forceinline__ void issue_qk(float (&scores)[1][kTiles][4]) {
         const uint32_t q = ptx::shared_address(shared.q[q_state.index].bytes) +
                            static_cast<uint32_t>(64 * warpgroup * LayoutQ::kRowBytes);
         const uint32_t k = ptx::shared_address(shared.k[k_state.index].bytes);
         ptx::wgmma_fence();
-        gemm_columns<Element, LayoutQ, LayoutK>(acc_s, LayoutQ::column_descriptor(q),
+        gemm_columns<Element, LayoutQ, LayoutK>(scores, LayoutQ::column_descriptor(q),
                                                 LayoutK::column_descriptor(k));
         ptx::wgmma_commit_group();
     }
@@ -302,34 +331,37 @@ class FwdConsumer {
         release(shared.v_empty, v_state);
     }
 
-    /// Scores to probabilities in place, and the factors by which older output shrinks.
-    template <bool kMasked>
-    __device__ __forceinline__ void score_to_probabilities(int n_block) {
+    /// Scores to probabilities in place, and the factors by which older output
+    /// shrinks.
+    template <bool kMasked, int kTiles>
+    __device__ __forceinline__ void score_to_probabilities(float (&scores)[1][kTiles][4],
+                                                           int n_block) {
         const int row = work.block * Config::kBlockM + lane_row;
         const int key = n_block * Config::kBlockN + 2 * (lane % 4);
         if constexpr (Config::kGeneral) {
-            if (terms.transforms()) terms.apply(acc_s, row, key);
+            if (terms.transforms()) terms.apply(scores, row, key);
         }
         if constexpr (kMasked) {
             if constexpr (Config::kBanded) {
                 if (arguments.params.problem.window_left >= 0) {
                     const int begin[2] = {row + work.left - key, row + 8 + work.left - key};
-                    mask_until(acc_s, begin);
+                    mask_until(scores, begin);
                 }
                 const int end[2] = {min(row + work.right, work.seqlen_k) - key,
                                     min(row + 8 + work.right, work.seqlen_k) - key};
-                mask_from(acc_s, end);
+                mask_from(scores, end);
             } else {
                 const int end[2] = {work.seqlen_k - key, work.seqlen_k - key};
-                mask_from(acc_s, end);
+                mask_from(scores, end);
             }
         }
         constexpr bool kGuard = kMasked || Config::kGeneral;
-        grew = softmax.template probabilities<kGuard, Config::kTile.lazy_rescale>(acc_s, shrink,
+        grew = softmax.template probabilities<kGuard, Config::kTile.lazy_rescale>(scores, shrink,
                                                                                   scale_log2);
     }
 
-    /// Rounds P to the element type: an accumulator's layout is that of an A operand.
+    /// Rounds P to the element type: an accumulator's layout is that of an A
+    /// operand.
     __device__ __forceinline__ void round_probabilities() {
 #pragma unroll
         for (int n = 0; n < Config::kTilesN; ++n) {
@@ -347,8 +379,9 @@ class FwdConsumer {
         }
     }
 
-    /// The rows of V behind the end of a packed sequence belong to the next one or to nobody. Their
-    /// probabilities are 0, but 0 * NaN is not: zeros take their place.
+    /// The rows of V behind the end of a packed sequence belong to the next one
+    /// or to nobody. Their probabilities are 0, but 0 * NaN is not: zeros take
+    /// their place.
     __device__ __forceinline__ void clear_values_past_end() {
         if (!arguments.params.problem.is_packed()) return;
         const int end = work.blocks.end * Config::kBlockN;
@@ -368,7 +401,8 @@ class FwdConsumer {
         ptx::bar_sync(kBarrierValuesCleared, 128 * Config::kConsumers);
     }
 
-    /// The LSE of this lane's two rows and the factors that turn O into the output.
+    /// The LSE of this lane's two rows and the factors that turn O into the
+    /// output.
     __device__ __forceinline__ void finish_rows(const FwdWork& finished, float (&lse)[2],
                                                 float (&normalizer)[2]) {
         const float sink = sink_of(arguments.params.problem, finished);
@@ -401,7 +435,8 @@ class FwdConsumer {
     const int warpgroup;
     int thread;    // in the warpgroup
     int lane;      // in the warp
-    int lane_row;  // this lane's first row in the tile; the other one lies eight below
+    int lane_row;  // this lane's first row in the tile; the other one lies eight
+                   // below
     float scale_log2;
     ScoreTerms terms;
     FwdWork work;

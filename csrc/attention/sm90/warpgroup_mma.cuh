@@ -11,12 +11,13 @@ namespace sm90 {
 template <class Element, int kN>
 using ElementWgmma = ptx::Wgmma<wgmma_type<Element>(), kN>;
 
-/// acc = A B^T for 64 rows of A and all rows of B, both tiles contracted over their columns. `a`
-/// and `b` are their column descriptors; the caller fences and commits.
+/// acc = A B^T for 64 rows of A and the first rows of B, both tiles contracted
+/// over their columns. `a` and `b` are their column descriptors; the caller
+/// fences and commits.
 template <class Element, class LayoutA, class LayoutB, int kTilesN>
 __device__ __forceinline__ void gemm_columns(float (&acc)[1][kTilesN][4], uint64_t a, uint64_t b) {
     static_assert(LayoutA::kColumns == LayoutB::kColumns, "the contraction");
-    static_assert(LayoutB::kRows == kTilesN * 8, "a row of B for each column");
+    static_assert(LayoutB::kRows >= kTilesN * 8, "a row of B for each column");
     using Mma = ElementWgmma<Element, kTilesN * 8>;
     constexpr ptx::Major kColumns = ptx::Major::kContraction;
 #pragma unroll
@@ -27,8 +28,8 @@ __device__ __forceinline__ void gemm_columns(float (&acc)[1][kTilesN][4], uint64
     }
 }
 
-/// acc += P B for P in registers (four of them per step) and a tile B, contracted over its rows;
-/// `b` is its row descriptor.
+/// acc += P B for P in registers (four of them per step) and a tile B,
+/// contracted over its rows; `b` is its row descriptor.
 template <class Element, class LayoutB, int kTilesN>
 __device__ __forceinline__ void gemm_rows(float (&acc)[1][kTilesN][4],
                                           const uint32_t (&p)[LayoutB::kRows / 4], uint64_t b) {
