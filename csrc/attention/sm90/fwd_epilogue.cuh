@@ -1,12 +1,11 @@
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "attention/element.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/params.h"
+#include "attention/sm90/fwd_arguments.h"
 #include "attention/sm90/fwd_shared_storage.h"
 #include "attention/sm90/fwd_work.h"
 #include "ptx/named_barrier.cuh"
@@ -17,16 +16,6 @@
 
 namespace flash_attn_norm {
 namespace sm90 {
-
-/// What a launch hands to the kernel. The maps come first: they must be 64-byte aligned.
-struct FwdArguments {
-    CUtensorMap map_q, map_k, map_v;  // boxes of a tile's rows
-    CUtensorMap map_out;              // boxes of 64 rows
-    AttentionFwdParams params;
-    FwdTileWalk walk;
-    int num_tiles = 0;
-    int* tile_counter = nullptr;  // zero at the start; null: tiles are dealt out in turn
-};
 
 /// Named barriers; 0 is __syncthreads().
 constexpr int kBarrierTurn = 1;    // one per consumer warpgroup

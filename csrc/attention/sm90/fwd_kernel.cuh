@@ -7,8 +7,10 @@
 #include "attention/online_softmax.cuh"
 #include "attention/params.h"
 #include "attention/scores.cuh"
+#include "attention/sm90/fwd_arguments.h"
 #include "attention/sm90/fwd_config.h"
 #include "attention/sm90/fwd_epilogue.cuh"
+#include "attention/sm90/fwd_producer.cuh"
 #include "attention/sm90/fwd_shared_storage.h"
 #include "attention/sm90/fwd_work.h"
 #include "attention/sm90/warpgroup_mma.cuh"
@@ -21,130 +23,6 @@
 
 namespace flash_attn_norm {
 namespace sm90 {
-
-/// The producer: one thread that has the copy engine fill the rings, tile by
-/// tile, until no tile is left. Blocks of keys go from right to left. K runs
-/// one block ahead of V, as the consumers use them.
-template <class Config>
-__device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
-                                              const FwdArguments& arguments) {
-    using LayoutQ = typename Config::LayoutQ;
-    using LayoutK = typename Config::LayoutK;
-    using LayoutV = typename Config::LayoutV;
-    constexpr bool kHints = Config::kTile.evict_hints;
-    constexpr ptx::L2Hint kKeep = kHints ? ptx::L2Hint::kEvictLast : ptx::L2Hint::kNormal;
-    constexpr ptx::L2Hint kOnce = kHints ? ptx::L2Hint::kEvictFirst : ptx::L2Hint::kNormal;
-    const AttentionProblem& problem = arguments.params.problem;
-    PipelineState<Config::kQStages> q_state;
-    PipelineState<Config::kStages> k_state, v_state;
-    q_state.parity = k_state.parity = v_state.parity = 1;
-
-#pragma unroll 1
-    for (uint32_t round = 0;; ++round) {
-        shared.work_full.wait(round & 1);
-        if (shared.work.is_end()) return;
-        const int begin = shared.work.blocks.begin, end = shared.work.blocks.end;
-        const int head = shared.work.head, kv_head = head / problem.group_size();
-        const int batch = problem.is_packed() ? 0 : shared.work.sequence;
-        const int row_q = shared.work.row_q + shared.work.block * Config::kBlockM;
-        const int row_k = shared.work.row_k;
-        if (begin >= end) {
-            shared.work_empty.arrive();
-            continue;
-        }
-        const auto load_q = [&] {
-            Mbarrier& full = shared.q_full[q_state.index];
-            shared.q_empty[q_state.index].wait(q_state.parity);
-            full.arrive_expect_bytes(LayoutQ::kBytes);
-            const uint32_t tile = ptx::shared_address(shared.q[q_state.index].bytes);
-#pragma unroll 1
-            for (int c = 0; c < LayoutQ::kChunks; ++c) {
-                ptx::tma_load_4d<kOnce>(tile + c * LayoutQ::kChunkBytes, &arguments.map_q,
-                                        full.address(), c * LayoutQ::kChunkColumns, row_q, head,
-                                        batch);
-            }
-            q_state.advance();
-        };
-        const auto load_k = [&](int n_block) {
-            Mbarrier& full = shared.k_full[k_state.index];
-            shared.k_empty[k_state.index].wait(k_state.parity);
-            full.arrive_expect_bytes(LayoutK::kBytes);
-            const uint32_t tile = ptx::shared_address(shared.k[k_state.index].bytes);
-#pragma unroll 1
-            for (int c = 0; c < LayoutK::kChunks; ++c) {
-                ptx::tma_load_4d<kKeep>(tile + c * LayoutK::kChunkBytes, &arguments.map_k,
-                                        full.address(), c * LayoutK::kChunkColumns,
-                                        row_k + n_block * Config::kBlockN, kv_head, batch);
-            }
-            k_state.advance();
-        };
-        const auto load_v = [&](int n_block) {
-            Mbarrier& full = shared.v_full[v_state.index];
-            shared.v_empty[v_state.index].wait(v_state.parity);
-            full.arrive_expect_bytes(LayoutV::kBytes);
-            const uint32_t tile = ptx::shared_address(shared.v[v_state.index].bytes);
-#pragma unroll 1
-            for (int c = 0; c < LayoutV::kChunks; ++c) {
-                ptx::tma_load_4d<kKeep>(tile + c * LayoutV::kChunkBytes, &arguments.map_v,
-                                        full.address(), c * LayoutV::kChunkColumns,
-                                        row_k + n_block * Config::kBlockN, kv_head, batch);
-            }
-            v_state.advance();
-        };
-
-        // From here on the next tile may be claimed: late, for a tile that is
-        // claimed early may start late while others idle; yet two loads of K before
-        // the last, for looking it up takes time.
-        const int claim_at = min(end - 2, begin + 1);
-        if (claim_at < begin) shared.work_empty.arrive();
-        if (Config::kQStages > 1) {
-            load_q();
-            load_k(end - 1);
-        } else {  // the only Q tile is still in use: K of this tile can go ahead
-            load_k(end - 1);
-            load_q();
-        }
-#pragma unroll 1
-        for (int n_block = end - 2; n_block >= begin; --n_block) {
-            if (n_block == claim_at) shared.work_empty.arrive();
-            load_k(n_block);
-            load_v(n_block + 1);
-        }
-        load_v(begin);
-    }
-}
-
-/// The scheduler: one thread of another warp that finds the next tile and
-/// describes it to all.
-template <class Config>
-__device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
-                                               const FwdArguments& arguments) {
-    const AttentionProblem& problem = arguments.params.problem;
-    const int stride = static_cast<int>(gridDim.x);
-    const bool counted = arguments.tile_counter != nullptr;
-    const auto claim = [&](int index) {
-        return counted ? stride + atomicAdd(arguments.tile_counter, 1) : index + stride;
-    };
-    int index = static_cast<int>(blockIdx.x);
-#pragma unroll 1
-    for (uint32_t round = 0;; ++round) {
-        FwdWork work;
-#pragma unroll 1
-        for (; index < arguments.num_tiles; index = claim(index)) {
-            arguments.walk.find(index, work);
-            if (complete_work(problem, Config::kBlockM, Config::kBlockN, work)) break;
-        }
-        if (index >= arguments.num_tiles) work.block = -1;
-        // A tile that is known beforehand was looked up while the last one was
-        // still in use.
-        if (!counted && round > 0) shared.work_empty.wait((round - 1) & 1);
-        shared.work = work;
-        shared.work_full.arrive();
-        if (work.is_end()) return;
-        if (counted) shared.work_empty.wait(round & 1);
-        index = claim(index);
-    }
-}
 
 /// One consumer warpgroup: 64 query rows of the tile.
 template <class Config>
