@@ -99,8 +99,8 @@ struct FwdConfig {
     static constexpr int kTilesN = kBlockN / 8;
     static constexpr int kTilesD = kHeadDimV / 8;
 
-    // Under a band a warpgroup may leave out half of a tile's first block.
-    static constexpr bool kHalfBlocks = kBanded && !kGeneral && kBlockN == 128;
+    // Under a band a warpgroup may leave out half of a tile's first block. No gain at 128.
+    static constexpr bool kHalfBlocks = kBanded && !kGeneral && kHeadDim == 64;
 
     static_assert(kBlockM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "64 rows each");
     static_assert(kBlockN % 16 == 0, "whole steps of P V");

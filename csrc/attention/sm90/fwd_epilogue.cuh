@@ -8,6 +8,7 @@
 #include "attention/sm90/fwd_arguments.h"
 #include "attention/sm90/fwd_shared_storage.h"
 #include "attention/sm90/fwd_work.h"
+#include "ptx/global_memory.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/shared_address.cuh"
@@ -119,10 +120,9 @@ __device__ __forceinline__ void store_rows_directly(const FwdRows& rows,
             uint32_t words[4] = {output.pair(d, r), output.pair(d + 1, r), output.pair(d + 2, r),
                                  output.pair(d + 3, r)};
             transpose_quad(words, lane);
-            if (row + 8 * r < rows.count && unit < units) {
-                *reinterpret_cast<uint4*>(rows.out + (row + 8 * r) * rows.row_stride + unit * 8) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            }
+            ptx::st_global_if(row + 8 * r < rows.count && unit < units,
+                              rows.out + (row + 8 * r) * rows.row_stride + unit * 8,
+                              make_uint4(words[0], words[1], words[2], words[3]));
         }
     }
 }
