@@ -10,6 +10,7 @@ bool can_run_fwd(const AttentionFwdParams& params) {
     if (problem.head_dim > 256 || problem.head_dim_v > 256) return false;
     if (problem.dropout_p > 0.0f || problem.attn_bias != nullptr) return false;
     if (!(problem.softmax_scale > 0.0f)) return false;  // the maximum would be a minimum
+    if (problem.total_k == 0) return false;             // no tensor to map
     // Tiles, rows and keys are counted in 32 bits.
     const int64_t largest = int64_t{1} << 30;
     const int64_t tiles = BlockSlots::queries(problem, 128).count() * problem.num_heads_q;
