@@ -113,6 +113,14 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& dev
 
 }  // namespace
 
+namespace sm80 {
+
+const DeviceLimits& current_device_limits() {
+    return device_limits();
+}
+
+}  // namespace sm80
+
 namespace cuda {
 
 int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params) {

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -15,6 +16,7 @@
 
 #include "attention/attention.h"
 #include "attention/cpu/half_types.h"
+#include "attention/decode/row_tiles.h"
 #include "attention/dropout.h"
 #include "attention/kv_cache.h"
 #include "attention/mask.h"
@@ -285,6 +287,58 @@ std::vector<std::pair<int, int>> bwd_tiles(int batch_size, int num_heads_q, int 
     return tiles;
 }
 
+/// Shapes of a call to a cache; what is left out keeps the struct's default.
+KvCacheAttentionParams cache_params_of(const py::dict& dict) {
+    const Fields fields(dict);
+    KvCacheAttentionParams params;
+    read_problem(fields, params.problem);
+    fields.number("num_entries", params.cache.num_entries);
+    fields.number("entry_rows", params.cache.entry_rows);
+    fields.number("pages_per_sequence", params.cache.pages_per_sequence);
+    fields.pointer("page_table", params.cache.page_table);
+    fields.pointer("cache_seqlens", params.cache.cache_seqlens);
+    fields.number("num_splits", params.num_splits);
+    return params;
+}
+
+decode::SplitShape split_shape_of(const py::dict& dict) {
+    const Fields fields(dict);
+    decode::SplitShape shape;
+    fields.number("block_m", shape.block_m);
+    fields.number("tile_keys", shape.tile_keys);
+    fields.number("sets", shape.sets);
+    fields.number("more_sets", shape.more_sets);
+    fields.number("num_sms", shape.num_sms);
+    fields.number("ctas_per_sm", shape.ctas_per_sm);
+    return shape;
+}
+
+/// (row_tiles, num_splits, sets, workspace bytes)
+std::tuple<int64_t, int, int, int64_t> plan_splits(const py::dict& call, const py::dict& shape) {
+    const KvCacheAttentionParams params = cache_params_of(call);
+    const decode::SplitPlan plan = decode::plan_splits(params, split_shape_of(shape));
+    return {plan.row_tiles, plan.num_splits, plan.sets,
+            plan.workspace_bytes(params.problem.head_dim_v)};
+}
+
+/// What each CTA does: (batch, kv_head, first packed row, packed rows, first row of the sequence,
+/// keys of the sequence).
+std::vector<std::tuple<int, int, int, int, int64_t, int>> split_blocks(const py::dict& call,
+                                                                       const py::dict& shape_dict) {
+    const KvCacheAttentionParams params = cache_params_of(call);
+    const decode::SplitShape shape = split_shape_of(shape_dict);
+    const decode::SplitPlan plan = decode::plan_splits(params, shape);
+    const auto split_params = decode::SplitParams::of(params, plan);
+    std::vector<std::tuple<int, int, int, int, int64_t, int>> blocks;
+    for (int64_t i = 0; i < plan.row_tiles * params.problem.num_heads_kv; ++i) {
+        decode::SplitBlock block;
+        if (!find_block(split_params, static_cast<uint32_t>(i), shape.block_m, block)) continue;
+        blocks.emplace_back(block.batch, block.kv_head, block.first_row,
+                            std::min(block.num_rows, shape.block_m), block.row_q, block.seqlen_k);
+    }
+    return blocks;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(flash_attn_norm_native, module) {
@@ -343,6 +397,22 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
                    const RowRange rows = packed_rows(cu_seqlens.data(), batch, total);
                    return Range{rows.begin, rows.end};
                });
+
+    module.def("divide", [](uint32_t number, int64_t divisor) {
+        return decode::Divisor::of(divisor).divide(number);
+    });
+    module.def("plan_splits", &plan_splits);
+    module.def("split_blocks", &split_blocks);
+    module.def("split_tiles",
+               [](int begin, int end, int tile_keys, int sets, int split, int num_splits) {
+                   const decode::KeyRange tiles =
+                       decode::split_tiles({begin, end}, tile_keys, sets, split, num_splits);
+                   return std::make_pair(tiles.begin, tiles.end);
+               });
+    module.def("band_keys", [](int seqlen_q, int seqlen_k, int left, int right, int row) {
+        const decode::KeyBand band{seqlen_k - seqlen_q, seqlen_k, left, right};
+        return std::make_pair(band.begin(row), band.end(row));
+    });
 
     module.def("fp16_to_float", &cpu::fp16_to_float);
     module.def("float_to_fp16", &cpu::float_to_fp16);

@@ -5,16 +5,16 @@
 
 #include "attention/attention.h"
 #include "attention/decode/launch.h"
-#include "common/check.h"
+#include "attention/sm80/launch.h"
 
 namespace flash_attn_norm {
 
 namespace {
 
-/// Calls fn(head dim of q and k, head dim of v) with the smallest size class that holds both.
+/// Calls fn(arch, head dim of q and k, head dim of v) with the smallest size class that holds both.
 /// True dims are run-time numbers: columns past them are not read, so few classes cost no
 /// bandwidth.
-template <class Fn>
+template <class Arch, class Fn>
 void with_size_class(const AttentionProblem& problem, Fn&& fn) {
     const int head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
     const int larger = std::max(head_dim, head_dim_v);
@@ -24,40 +24,54 @@ void with_size_class(const AttentionProblem& problem, Fn&& fn) {
             " and head_dim_v = " + std::to_string(head_dim_v) +
             " are not supported here; they must be multiples of 8, at most 576 and 512");
     }
-    const auto call = [&](auto class_k, auto class_v) { fn(class_k, class_v); };
     if (larger <= 64) {
-        call(std::integral_constant<int, 64>{}, std::integral_constant<int, 64>{});
+        fn(Arch{}, std::integral_constant<int, 64>{}, std::integral_constant<int, 64>{});
     } else if (larger <= 128) {
-        call(std::integral_constant<int, 128>{}, std::integral_constant<int, 128>{});
+        fn(Arch{}, std::integral_constant<int, 128>{}, std::integral_constant<int, 128>{});
     } else if (larger <= 192) {
-        call(std::integral_constant<int, 192>{}, std::integral_constant<int, 192>{});
+        fn(Arch{}, std::integral_constant<int, 192>{}, std::integral_constant<int, 192>{});
     } else if (larger <= 256) {
-        call(std::integral_constant<int, 256>{}, std::integral_constant<int, 256>{});
+        fn(Arch{}, std::integral_constant<int, 256>{}, std::integral_constant<int, 256>{});
     } else {
-        call(std::integral_constant<int, 576>{}, std::integral_constant<int, 512>{});
+        fn(Arch{}, std::integral_constant<int, 576>{}, std::integral_constant<int, 512>{});
     }
 }
 
-/// Positions and rows of the packed heads count in 32 bits inside a sequence.
+/// The same with the kernels that this build holds native code of for the current device; the
+/// others have PTX.
+template <class Fn>
+void with_kernels(const AttentionProblem& problem, Fn&& fn) {
+    const int major = sm80::current_device_limits().capability_major;
+    if (major == 9 || major == 10 || major == 12) {
+        with_size_class<decode::Sm90>(problem, fn);
+    } else {
+        with_size_class<decode::Sm80>(problem, fn);
+    }
+}
+
+/// The kernels count positions, entries and rows in 32 bits: see SplitParams.
 void check_sizes(const KvCacheAttentionParams& params) {
     const AttentionProblem& problem = params.problem;
-    constexpr int64_t kMost = 2147483647 - 4096;
-    const int64_t rows = std::max(problem.seqlen_q, problem.total_q) * problem.group_size();
-    const int64_t capacity = params.cache.capacity();
-    if (rows > kMost || capacity > kMost || params.cache.num_entries > kMost) {
-        throw std::invalid_argument(
-            "attention to a cache takes at most " + std::to_string(kMost) +
-            " positions a sequence, cache entries, and query rows times heads of a group; got " +
-            std::to_string(capacity) + ", " + std::to_string(params.cache.num_entries) + " and " +
-            std::to_string(rows));
-    }
+    const auto check = [](const char* what, int64_t value, int64_t most) {
+        if (value > most) {
+            throw std::invalid_argument("attention to a cache takes at most " +
+                                        std::to_string(most) + " " + what + "; got " +
+                                        std::to_string(value));
+        }
+    };
+    const int64_t rows =
+        problem.is_packed() ? problem.total_q : problem.batch_size * problem.seqlen_q;
+    check("positions for each sequence", params.cache.capacity(), int64_t{1} << 30);
+    check("cache entries", params.cache.num_entries, int64_t{1} << 30);
+    check("sequences", problem.batch_size, int64_t{1} << 30);
+    check("query rows times query heads", rows * problem.num_heads_q, int64_t{1} << 30);
 }
 
 decode::SplitPlan plan_of(const KvCacheAttentionParams& params) {
     decode::SplitPlan plan;
     check_sizes(params);
-    with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
-        plan = decode::plan_split<head_dim.value, head_dim_v.value>(params);
+    with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {
+        plan = decode::plan_split<decltype(arch), head_dim.value, head_dim_v.value>(params);
     });
     return plan;
 }
@@ -72,11 +86,17 @@ int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params) 
 
 void attention_kvcache(const KvCacheAttentionParams& params, void* stream) {
     const decode::SplitPlan plan = plan_of(params);
+    if (plan.total_rows == 0) return;
+    const auto split_params = decode::SplitParams::of(params, plan);
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
-    with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
-        decode::launch_split<head_dim.value, head_dim_v.value>(params, plan, cuda_stream);
+    with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {
+        using Arch = decltype(arch);
+        decode::launch_split<Arch, head_dim.value, head_dim_v.value>(params, plan, split_params,
+                                                                     cuda_stream);
+        if (plan.num_splits > 1) {
+            decode::launch_combine<Arch>(split_params, params.problem.dtype, cuda_stream);
+        }
     });
-    decode::launch_combine(params, plan, cuda_stream);
 }
 
 }  // namespace cuda

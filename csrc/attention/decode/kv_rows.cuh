@@ -4,41 +4,39 @@
 
 #include "attention/decode/config.h"
 #include "attention/decode/row_tiles.h"
-#include "ptx/cp_async.cuh"
 
 namespace flash_attn_norm {
 namespace decode {
 
-/// Where the rows of a set's tiles lie in the cache, for one warp, which copies rows [first_row,
-/// first_row + kKeysPerWarp) of each tile. Lane i looks up row i % kKeysPerWarp: one division and
-/// one read of the page table, begun a tile ahead of its use, so that pages of every size cost the
+/// Where the rows of a set's tiles lie in the cache, for one warp, which copies
+/// rows [first_row, first_row + kKeysPerWarp) of each tile. In a paged cache
+/// lane i looks up row i % kKeysPerWarp, by one division and one read of the
+/// page table, begun a tile ahead of its use: pages of every size cost the
 /// same.
 template <class Config>
 struct KvRows {
-    const uint16_t* k = nullptr;  // of the head: entry 0 (or the sequence's), row 0
-    const uint16_t* v = nullptr;
+    const uint16_t* k;  // of the head: entry 0 (the sequence's own without pages), row 0
+    const uint16_t* v;
     const int32_t* pages = nullptr;  // of the sequence; null: no pages
-    uint32_t page_rows = 1;
-    int last_entry = 0;
-    int key_begin = 0, key_end = 0;  // the other keys are filled with zeros and not read
-    int first_position = 0;          // of key 0
-    int first_row = 0;
+    int key_begin, key_end;          // the other keys are filled with zeros and not read
+    int first_position;              // of key 0
+    int first_row;
     int first_key = 0;       // of the tile that was looked up, this warp's
     int entry = 0, row = 0;  // of this lane's key there; the entry unchecked
 
-    __device__ __forceinline__ KvRows(const KvCacheAttentionParams& params, const SplitBlock& block,
+    __device__ __forceinline__ KvRows(const SplitParams& params, const SplitBlock& block,
                                       const KeyRange& keys, int first_row_in_tile)
-        : key_begin(keys.begin),
+        : k(static_cast<const uint16_t*>(params.k_cache) +
+            block.kv_head * params.cache.k_strides.head),
+          v(static_cast<const uint16_t*>(params.v_cache) +
+            block.kv_head * params.cache.v_strides.head),
+          key_begin(keys.begin),
           key_end(keys.end),
           first_position(block.first_position),
           first_row(first_row_in_tile) {
         const KvCacheLayout& cache = params.cache;
-        k = static_cast<const uint16_t*>(params.k_cache) + block.kv_head * cache.k_strides.head;
-        v = static_cast<const uint16_t*>(params.v_cache) + block.kv_head * cache.v_strides.head;
         if (cache.page_table != nullptr) {
             pages = cache.page_table + block.batch * cache.page_table_stride;
-            page_rows = static_cast<uint32_t>(cache.entry_rows);
-            last_entry = static_cast<int>(cache.num_entries - 1);
         } else {
             // Inside the cache, or the sequence has no keys
             const int64_t own =
@@ -48,19 +46,21 @@ struct KvRows {
         }
     }
 
-    __device__ __forceinline__ void look_up(int tile) {
+    __device__ __forceinline__ void look_up(const SplitParams& params, int tile) {
         first_key = tile * Config::kTileKeys + first_row;
+        if (pages == nullptr) return;
         const int key = first_key + static_cast<int>(threadIdx.x % 32) % Config::kKeysPerWarp;
         // Keys that are not read stand where one that is read lies.
-        row = first_position + max(min(key, key_end - 1), key_begin);
-        if (pages != nullptr) {
-            const uint32_t page = static_cast<uint32_t>(row) / page_rows;
-            row -= static_cast<int>(page * page_rows);
-            entry = pages[page];
-        }
+        const int position = first_position + max(min(key, key_end - 1), key_begin);
+        const uint32_t page = params.page_rows.divide(static_cast<uint32_t>(position));
+        row = position - static_cast<int>(page * params.page_rows.value);
+        entry = pages[page];
     }
 
-    __device__ __forceinline__ int checked_entry() const { return max(min(entry, last_entry), 0); }
+    /// True if every row of the tile is read.
+    __device__ __forceinline__ bool is_whole() const {
+        return first_key >= key_begin && first_key + Config::kKeysPerWarp <= key_end;
+    }
 };
 
 }  // namespace decode

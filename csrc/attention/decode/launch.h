@@ -1,22 +1,43 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
-#include "attention/decode/plan.h"
+#include "attention/decode/config.h"
+#include "attention/decode/split_params.h"
+#include "common/check.h"
 
 namespace flash_attn_norm {
 namespace decode {
 
-/// The parts of a call, in the order in which they run. One definition of the first two per size
-/// class, in split_hdim*.cu.
-template <int kHeadDim, int kHeadDimV>
+/// Launches kernel(params). On Sm90 as a programmatically dependent launch: the kernel waits itself
+/// for those before it, so that its start overlaps with their end.
+template <class Arch, class Params>
+void launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes,
+                   const Params& params, const char* name, cudaStream_t stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = stream;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = Arch::kHasGridDependency ? 1 : 0;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
+}
+
+/// The parts of a call, in the order in which they run. One definition of the first two per
+/// architecture and size class, in sm*/split_hdim*.cu, of the last one in sm*/combine.cu.
+template <class Arch, int kHeadDim, int kHeadDimV>
 SplitPlan plan_split(const KvCacheAttentionParams& params);
-template <int kHeadDim, int kHeadDimV>
-void launch_split(const KvCacheAttentionParams& params, const SplitPlan& plan, cudaStream_t stream);
+template <class Arch, int kHeadDim, int kHeadDimV>
+void launch_split(const KvCacheAttentionParams& params, const SplitPlan& plan,
+                  const SplitParams& split_params, cudaStream_t stream);
 
 /// out and softmax_lse from the parts of all splits.
-void launch_combine(const KvCacheAttentionParams& params, const SplitPlan& plan,
-                    cudaStream_t stream);
+template <class Arch>
+void launch_combine(const SplitParams& params, DType dtype, cudaStream_t stream);
 
 }  // namespace decode
 }  // namespace flash_attn_norm

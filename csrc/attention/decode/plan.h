@@ -4,28 +4,57 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "common/host_device.h"
 
 namespace flash_attn_norm {
 namespace decode {
 
-/// What the plan needs to know of a kernel and of the card it runs on.
-struct SplitShape {
-    int block_m = 16;        // packed query rows of a CTA
-    int keys_per_step = 64;  // that a CTA takes at a time
-    int num_sms = 1;
-    int ctas_per_sm = 1;
+/// Divides numbers below 2^31 by a fixed number without a division: Granlund
+/// and Montgomery, "Division by Invariant Integers using Multiplication",
+/// figure 4.1.
+struct Divisor {
+    uint32_t value = 1;
+    uint32_t multiplier = 1;
+    uint32_t shift = 0;
+
+    static Divisor of(int64_t value) {
+        Divisor divisor;
+        divisor.value = static_cast<uint32_t>(value);
+        while ((uint64_t{1} << divisor.shift) < divisor.value) ++divisor.shift;
+        const uint64_t excess = (uint64_t{1} << divisor.shift) - divisor.value;
+        divisor.multiplier = static_cast<uint32_t>((excess << 32) / divisor.value + 1);
+        return divisor;
+    }
+
+    FAN_HOST_DEVICE uint32_t divide(uint32_t number) const {
+#if defined(__CUDA_ARCH__)
+        const uint32_t high = __umulhi(number, multiplier);
+#else
+        const uint32_t high =
+            static_cast<uint32_t>((static_cast<uint64_t>(number) * multiplier) >> 32);
+#endif
+        return (high + number) >> shift;
+    }
 };
 
-/// How a call is cut into CTAs, and its workspace. It depends on shapes alone, so that a captured
-/// call may be replayed with other lengths.
+/// A split kernel and the card that it runs on.
+struct SplitShape {
+    int block_m = 16;    // packed query rows of a CTA
+    int tile_keys = 16;  // keys that a set of warps takes at a time
+    int sets = 4;        // of a CTA
+    int more_sets = 4;   // where one CTA on a multiprocessor is enough; equal: never
+    int num_sms = 1;
+    int ctas_per_sm = 1;  // with `sets` sets
+};
+
+/// How a call is cut into CTAs, and its workspace. It depends on shapes alone,
+/// so that a captured call may be replayed with other lengths.
 struct SplitPlan {
     int64_t row_tiles = 0;  // of all sequences; packed: slots for them, some of which stay unused
     int64_t tiles_per_sequence = 0;  // dense
-    int group_size = 1;
+    int sets = 4;
     int num_splits = 1;
-    int64_t total_rows = 0;        // batch_size * seqlen_q * num_heads_q, or total_q * num_heads_q
-    float* partial_out = nullptr;  // [num_splits, total_rows, head_dim_v]; null: one split
-    float* partial_lse = nullptr;  // [num_splits, total_rows], base 2, -inf without a key
+    int64_t total_rows = 0;  // batch_size * seqlen_q * num_heads_q, or total_q * num_heads_q
 
     int64_t workspace_bytes(int head_dim_v) const {
         return num_splits > 1 ? (int64_t{head_dim_v} + 1) * num_splits * total_rows * 4 : 0;
@@ -34,8 +63,8 @@ struct SplitPlan {
 
 constexpr int kMaxSplits = 128;
 
-/// Query rows of a sequence with those of all heads of a group below each other: the most that a
-/// dense call has, the mean of a packed one.
+/// Query rows of a sequence with those of all heads of a group below each
+/// other: the most that a dense call has, the mean of a packed one.
 inline int64_t packed_rows_per_sequence(const AttentionProblem& problem) {
     const int64_t batch_size = std::max<int64_t>(problem.batch_size, 1);
     const int64_t rows =
@@ -43,7 +72,8 @@ inline int64_t packed_rows_per_sequence(const AttentionProblem& problem) {
     return rows * problem.group_size();
 }
 
-/// Keys that a sequence has at most, and that its rows see at most through a window.
+/// Keys that a sequence has at most, and that its rows see at most through a
+/// window.
 inline int64_t max_visible_keys(const KvCacheAttentionParams& params) {
     const AttentionProblem& problem = params.problem;
     const int64_t capacity = params.cache.capacity();
@@ -53,37 +83,39 @@ inline int64_t max_visible_keys(const KvCacheAttentionParams& params) {
                                   std::min(problem.window_right, limit) + problem.seqlen_q);
 }
 
-/// Microseconds that `ctas` CTAs of `steps` steps take, by a model of the memory: when all are at
-/// work, bytes arrive at the rate of the card; few CTAs wait for their own latency.
-inline double split_time(int64_t ctas, int64_t steps, double step_bytes, const SplitShape& shape) {
-    constexpr double kBytesPerMicrosecondAndSm = 34e3;
-    constexpr double kStepLatency = 0.6;
-    constexpr double kStart = 1.5;  // of a CTA: lengths, Q, the first tiles
-    const int64_t slots = int64_t{shape.num_sms} * shape.ctas_per_sm;
-    const double full_step = step_bytes * shape.ctas_per_sm / kBytesPerMicrosecondAndSm;
+/// Microseconds that `ctas` CTAs take that read `bytes` each, by a model of the
+/// memory: when all multiprocessors are at work, bytes arrive at the rate of
+/// the card; a CTA alone waits for its own latency.
+inline double split_time(int64_t ctas, double bytes, int64_t slots, int num_sms) {
+    constexpr double kSmRate = 34e3;   // bytes per microsecond, of all at once
+    constexpr double kCtaRate = 55e3;  // of one CTA at most
+    constexpr double kStart = 2.0;     // microseconds: lengths, Q, the first tiles, the output
     const int64_t waves = ctas / slots, rest = ctas % slots;
-    double time = static_cast<double>(waves * steps) * std::max(full_step, kStepLatency);
+    const double card = kSmRate * num_sms;
+    double time = static_cast<double>(waves) *
+                  (kStart + std::max(static_cast<double>(slots) * bytes / card, bytes / kCtaRate));
     if (rest > 0) {
-        const double share = static_cast<double>(rest) / static_cast<double>(slots);
-        time += static_cast<double>(steps) * std::max(full_step * share, kStepLatency);
+        time += kStart + std::max(static_cast<double>(rest) * bytes / card, bytes / kCtaRate);
     }
-    return time + kStart * static_cast<double>(waves + (rest > 0 ? 1 : 0));
+    return time;
 }
 
-/// The number of splits with the shortest expected time.
-inline int choose_num_splits(int64_t tiles, int64_t keys, double key_bytes,
-                             const SplitShape& shape) {
-    constexpr double kCombine = 2.5;         // microseconds, once there are splits
-    constexpr double kCombineSplit = 0.015;  // for each of them
-    const int64_t steps = (keys + shape.keys_per_step - 1) / shape.keys_per_step;
-    const double step_bytes = key_bytes * shape.keys_per_step;
+/// The number of splits, at most `most`, with the shortest expected time, for
+/// `tiles` row tiles of `keys` keys each.
+inline int choose_num_splits(int64_t tiles, int64_t keys, double key_bytes, int64_t step_keys,
+                             int64_t slots, int num_sms) {
+    constexpr double kCombine = 2.0;        // microseconds, once there are splits
+    constexpr double kCombineSplit = 0.02;  // for each of them
+    const int64_t steps = (keys + step_keys - 1) / step_keys;
     int best = 1;
-    double best_time = split_time(tiles, steps, step_bytes, shape);
-    for (int splits = 2; splits <= std::min<int64_t>(steps, kMaxSplits); ++splits) {
-        const double time =
-            split_time(tiles * splits, (steps + splits - 1) / splits, step_bytes, shape) +
-            kCombine + kCombineSplit * splits;
-        if (time < best_time) {
+    double best_time = 0.0;
+    for (int splits = 1; splits <= std::max<int64_t>(1, std::min<int64_t>(steps, kMaxSplits));
+         ++splits) {
+        const int64_t share = (steps + splits - 1) / splits * step_keys;
+        double time =
+            split_time(tiles * splits, static_cast<double>(share) * key_bytes, slots, num_sms);
+        if (splits > 1) time += kCombine + kCombineSplit * splits;
+        if (splits == 1 || time < best_time) {
             best = splits;
             best_time = time;
         }
@@ -94,36 +126,37 @@ inline int choose_num_splits(int64_t tiles, int64_t keys, double key_bytes,
 inline SplitPlan plan_splits(const KvCacheAttentionParams& params, const SplitShape& shape) {
     const AttentionProblem& problem = params.problem;
     const int64_t group = problem.group_size();
+    const auto tiles_of = [&](int64_t rows) {
+        return (rows * group + shape.block_m - 1) / shape.block_m;
+    };
     SplitPlan plan;
-    plan.group_size = problem.group_size();
     int64_t used_tiles;  // those that packed sequences of equal length would fill
     if (problem.is_packed()) {
         plan.total_rows = problem.total_q * problem.num_heads_q;
         plan.row_tiles = problem.total_q == 0
                              ? 0
                              : problem.total_q * group / shape.block_m + problem.batch_size + 1;
-        used_tiles = std::max(problem.batch_size,
-                              (problem.total_q * group + shape.block_m - 1) / shape.block_m);
+        used_tiles = std::max(problem.batch_size, tiles_of(problem.total_q));
     } else {
         plan.total_rows = problem.batch_size * problem.seqlen_q * problem.num_heads_q;
-        plan.tiles_per_sequence = (problem.seqlen_q * group + shape.block_m - 1) / shape.block_m;
+        plan.tiles_per_sequence = tiles_of(problem.seqlen_q);
         plan.row_tiles = problem.batch_size * plan.tiles_per_sequence;
         used_tiles = plan.row_tiles;
     }
     const int64_t keys = max_visible_keys(params);
+    const int64_t tiles = used_tiles * problem.num_heads_kv;
+    const double key_bytes = 2.0 * (problem.head_dim + problem.head_dim_v);
+    const bool one_each = shape.more_sets > shape.sets && tiles <= shape.num_sms;
+    plan.sets = one_each ? shape.more_sets : shape.sets;
+    const int64_t step_keys = int64_t{shape.tile_keys} * plan.sets;
     if (params.num_splits > 0) {
-        const int64_t steps = (keys + shape.keys_per_step - 1) / shape.keys_per_step;
-        const int64_t most = std::min<int64_t>(std::max<int64_t>(steps, 1), kMaxSplits);
+        const int64_t steps = std::max<int64_t>((keys + step_keys - 1) / step_keys, 1);
+        const int64_t most = std::min<int64_t>(steps, kMaxSplits);
         plan.num_splits = static_cast<int>(std::min<int64_t>(params.num_splits, most));
     } else {
-        const double key_bytes = 2.0 * (problem.head_dim + problem.head_dim_v);
+        const int64_t slots = int64_t{shape.num_sms} * (one_each ? 1 : shape.ctas_per_sm);
         plan.num_splits =
-            choose_num_splits(used_tiles * problem.num_heads_kv, keys, key_bytes, shape);
-    }
-    if (plan.num_splits > 1 && params.workspace != nullptr) {
-        plan.partial_out = static_cast<float*>(params.workspace);
-        plan.partial_lse =
-            plan.partial_out + plan.num_splits * plan.total_rows * problem.head_dim_v;
+            choose_num_splits(tiles, keys, key_bytes, step_keys, slots, shape.num_sms);
     }
     return plan;
 }

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+
 #include "attention/decode/launch.h"
 #include "attention/decode/split_kernel.cuh"
 #include "attention/sm80/launch.h"
@@ -10,54 +13,61 @@ namespace flash_attn_norm {
 namespace decode {
 
 /// Calls fn(config) with the kernel for this call.
-template <int kHeadDim, int kHeadDimV, class Fn>
+template <class Arch, int kHeadDim, int kHeadDimV, class Fn>
 void with_split_config(const AttentionProblem& problem, Fn&& fn) {
     dispatch_bool(packed_rows_per_sequence(problem) <= 16, [&](auto few_rows) {
         constexpr bool kFewRows = decltype(few_rows)::value;
         if (problem.dtype == DType::kBFloat16) {
-            fn(SplitConfig<BFloat16, kHeadDim, kHeadDimV, kFewRows>{});
+            fn(SplitConfig<Arch, BFloat16, kHeadDim, kHeadDimV, kFewRows>{});
         } else {
-            fn(SplitConfig<Float16, kHeadDim, kHeadDimV, kFewRows>{});
+            fn(SplitConfig<Arch, Float16, kHeadDim, kHeadDimV, kFewRows>{});
         }
     });
 }
 
-template <int kHeadDim, int kHeadDimV>
+template <class Config>
+SplitShape shape_of(const sm80::DeviceLimits& device) {
+    using Storage = SplitSharedStorage<Config>;
+    constexpr SplitTile kTile = Config::kTile;
+    constexpr int kBytes = Storage::bytes(kTile.sets) + sm80::kReservedShared;
+    constexpr int kRegisterLimit = 65536 / (256 * Config::threads(kTile.sets));
+    SplitShape shape;
+    shape.block_m = Config::kBlockM;
+    shape.tile_keys = Config::kTileKeys;
+    shape.sets = kTile.sets;
+    shape.more_sets =
+        Storage::bytes(kTile.more_sets) <= device.shared_per_block ? kTile.more_sets : kTile.sets;
+    shape.num_sms = device.num_sms;
+    shape.ctas_per_sm = std::max(1, std::min(device.shared_per_sm / kBytes, kRegisterLimit));
+    return shape;
+}
+
+template <class Arch, int kHeadDim, int kHeadDimV>
 SplitPlan plan_split(const KvCacheAttentionParams& params) {
     SplitPlan plan;
-    with_split_config<kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
+    with_split_config<Arch, kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
         using Config = decltype(config);
-        int device = 0, shared_per_sm = 0;
-        SplitShape shape;
-        FAN_CUDA_CHECK(cudaGetDevice(&device));
-        FAN_CUDA_CHECK(
-            cudaDeviceGetAttribute(&shape.num_sms, cudaDevAttrMultiProcessorCount, device));
-        FAN_CUDA_CHECK(cudaDeviceGetAttribute(&shared_per_sm,
-                                              cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-        constexpr int kBytes =
-            static_cast<int>(sizeof(SplitSharedStorage<Config>)) + sm80::kReservedShared;
-        shape.block_m = Config::kBlockM;
-        shape.keys_per_step = Config::kTileKeys * Config::kSets;
-        shape.ctas_per_sm = std::max(1, std::min(shared_per_sm / kBytes, 512 / Config::kThreads));
-        plan = plan_splits(params, shape);
+        plan = plan_splits(params, shape_of<Config>(sm80::current_device_limits()));
     });
     return plan;
 }
 
-template <int kHeadDim, int kHeadDimV>
+template <class Arch, int kHeadDim, int kHeadDimV>
 void launch_split(const KvCacheAttentionParams& params, const SplitPlan& plan,
-                  cudaStream_t stream) {
+                  const SplitParams& split_params, cudaStream_t stream) {
     const int64_t ctas = plan.row_tiles * params.problem.num_heads_kv;
     if (ctas == 0) return;
-    with_split_config<kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
+    const dim3 grid(sm80::grid_size(ctas), static_cast<unsigned>(plan.num_splits));
+    with_split_config<Arch, kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
         using Config = decltype(config);
-        constexpr int kBytes = static_cast<int>(sizeof(SplitSharedStorage<Config>));
-        FAN_CUDA_CHECK(cudaFuncSetAttribute(split_kernel<Config>,
-                                            cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-        split_kernel<Config>
-            <<<dim3(sm80::grid_size(ctas), plan.num_splits), Config::kThreads, kBytes, stream>>>(
-                params, plan);
-        check_launch("attention to a cache");
+        static std::atomic<uint64_t> allowed{0};
+        const sm80::DeviceLimits& device = sm80::current_device_limits();
+        const int most = SplitSharedStorage<Config>::bytes(shape_of<Config>(device).more_sets);
+        sm80::allow_shared_memory(reinterpret_cast<const void*>(split_kernel<Config>), most, device,
+                                  allowed);
+        launch_kernel<Arch>(split_kernel<Config>, grid, Config::threads(plan.sets),
+                            SplitSharedStorage<Config>::bytes(plan.sets), split_params,
+                            "attention to a cache", stream);
     });
 }
 

@@ -24,6 +24,9 @@ struct DeviceLimits {
     int num_sms = 0;
 };
 
+/// Those of the current device; refuses a card that no kernel runs on.
+const DeviceLimits& current_device_limits();
+
 constexpr int kReservedShared = 1024;  // bytes of each CTA that CUDA keeps for itself
 
 /// Lets `kernel` have all of a block's shared memory. `allowed` is the kernel's own: a bit for each
