@@ -9,35 +9,59 @@
 namespace flash_attn_norm {
 namespace decode {
 
-/// A set's ring of tiles, filled by cp.async: eight lanes take a row, 128 bytes
-/// at a time, and a warp four rows.
+/// The copies that bring a tile of kColumns columns to shared memory, as one warp makes them: eight
+/// lanes take a row, 128 bytes at a time, and the warp four rows.
+template <class Config, int kColumns>
+struct TileCopy {
+    static constexpr int kRows = Config::kKeysPerWarp / 4;  // of a lane
+    static constexpr int kUnits = kColumns / 64;            // of a row
+    static constexpr int kSteps = kRows * kUnits;
+
+    const uint16_t* source[kRows];
+    uint32_t destination = 0;
+    int own_units = 0;   // of the true head dim, from this lane's first one on
+    bool waits = false;  // for its steps
+
+    /// Steps may come in any order and place, best spread among other work: a burst of copies would
+    /// block the queue that they share with ldmatrix, and registers with their addresses.
+    __device__ __forceinline__ void step(int i) const {
+        if (waits) copy(i, true);
+    }
+    /// Without `exists`, and past the true head dim, zeros are filled in and nothing is read.
+    __device__ __forceinline__ void copy(int i, bool exists) const {
+        const int row = i / kUnits, unit = i % kUnits;
+        ptx::cp_async_16(
+            destination + static_cast<uint32_t>((4 * row * Config::kPitch + unit * 64) * 2),
+            source[row] + unit * 64, exists && unit * 8 < own_units ? 16 : 0);
+    }
+};
+
+/// A set's ring of tiles, filled by cp.async.
 template <class Config>
 class KvPipeline {
   public:
+    using KeyCopy = TileCopy<Config, Config::kHeadDim>;
+    using ValueCopy = TileCopy<Config, Config::kHeadDimV>;
+
     __device__ __forceinline__ KvPipeline(const SplitParams& params, const uint16_t* ring)
         : params_(params),
           first_slot_(ptx::shared_address(ring)),
           unit_(static_cast<int>(threadIdx.x) % 8),
           row_(static_cast<int>(threadIdx.x) % 32 / 8) {}
 
-    /// Starts the copy of the tile that `rows` has looked up into the next slot.
-    /// Each call closes a group of copies, without a tile as well.
-    __device__ __forceinline__ void load_keys(const KvRows<Config>& rows, bool exists) {
-        if (exists) {
-            load<Config::kHeadDim>(rows, rows.k, params_.cache.k_strides, params_.head_units);
-        }
-        ptx::cp_async_commit_group();
+    /// The copy, into the next slot, of the tile that `rows` has looked up. The caller makes its
+    /// steps and commits; each tile is a group of copies, one that does not exist as well.
+    __device__ __forceinline__ KeyCopy begin_keys(const KvRows<Config>& rows, bool exists) {
+        return begin<Config::kHeadDim>(rows, rows.k, params_.cache.k_strides, params_.head_units,
+                                       exists);
     }
-    __device__ __forceinline__ void load_values(const KvRows<Config>& rows, bool exists) {
-        if (exists) {
-            load<Config::kHeadDimV>(rows, rows.v, params_.cache.v_strides, params_.head_units_v);
-        }
-        ptx::cp_async_commit_group();
+    __device__ __forceinline__ ValueCopy begin_values(const KvRows<Config>& rows, bool exists) {
+        return begin<Config::kHeadDimV>(rows, rows.v, params_.cache.v_strides, params_.head_units_v,
+                                        exists);
     }
 
-    /// Waits, with all slots but one on their way, until the tile to read is
-    /// there for all warps of the set, and none of them reads the one before it
-    /// any more.
+    /// Waits, with all slots but one on their way, until the tile to read is there for all warps of
+    /// the set, and none of them reads the one before it any more.
     __device__ __forceinline__ void wait() const {
         ptx::cp_async_wait_group<Config::kSlots - 2>();
         if constexpr (Config::kSetWarps == 1) {
@@ -52,60 +76,49 @@ class KvPipeline {
 
   private:
     static constexpr uint32_t kSlotBytes = Config::kTileKeys * Config::kPitch * 2;
-    static constexpr int kRows = Config::kKeysPerWarp / 4;  // of a lane
 
     __device__ __forceinline__ static void advance(uint32_t& slot) {
         slot = slot == (Config::kSlots - 1) * kSlotBytes ? 0 : slot + kSlotBytes;
     }
 
     template <int kColumns>
-    __device__ __forceinline__ void load(const KvRows<Config>& rows, const uint16_t* tensor,
-                                         const TensorStrides& strides, int units) {
-        const uint32_t tile =
+    __device__ __forceinline__ TileCopy<Config, kColumns> begin(const KvRows<Config>& rows,
+                                                                const uint16_t* tensor,
+                                                                const TensorStrides& strides,
+                                                                int units, bool exists) {
+        TileCopy<Config, kColumns> copy;
+        if (!exists) return copy;
+        copy.destination =
             first_slot_ + write_ +
             static_cast<uint32_t>(((rows.first_row + row_) * Config::kPitch + unit_ * 8) * 2);
+        copy.own_units = units - unit_;
         advance(write_);
-        const uint16_t* source[kRows];
         tensor += unit_ * 8;
         if (rows.pages != nullptr) {
             const int last = static_cast<int>(params_.cache.num_entries) - 1;
             const int entry = max(min(rows.entry, last), 0);
             const int64_t offset = entry * strides.batch + rows.row * strides.row;
 #pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-                source[i] = tensor + __shfl_sync(0xffffffffu, offset, 4 * i + row_);
+            for (int i = 0; i < copy.kRows; ++i) {
+                copy.source[i] = tensor + __shfl_sync(0xffffffffu, offset, 4 * i + row_);
             }
         } else {
             const int64_t position = rows.first_position + rows.first_key + row_;
-            source[0] = tensor + position * strides.row;
+            copy.source[0] = tensor + position * strides.row;
 #pragma unroll
-            for (int i = 1; i < kRows; ++i) source[i] = source[i - 1] + 4 * strides.row;
-        }
-        if (rows.is_whole()) {
-            copy<kColumns>(tile, source, units, [](int) { return true; });
-        } else {
-            copy<kColumns>(tile, source, units, [&](int i) {
-                const int key = rows.first_key + 4 * i + row_;
-                return key >= rows.key_begin && key < rows.key_end;
-            });
-        }
-    }
-
-    /// Rows without exists(i) and units past the true head dim are filled with
-    /// zeros and not read.
-    template <int kColumns, class Exists>
-    __device__ __forceinline__ void copy(uint32_t tile, const uint16_t* const (&source)[kRows],
-                                         int units, Exists&& exists) const {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int own_units = exists(i) ? units - unit_ : 0;
-#pragma unroll
-            for (int u = 0; u < kColumns / 64; ++u) {
-                ptx::cp_async_16(
-                    tile + static_cast<uint32_t>((4 * i * Config::kPitch + u * 64) * 2),
-                    source[i] + u * 64, u * 8 < own_units ? 16 : 0);
+            for (int i = 1; i < copy.kRows; ++i) {
+                copy.source[i] = copy.source[i - 1] + 4 * strides.row;
             }
         }
+        copy.waits = rows.is_whole();
+        if (!copy.waits) {
+#pragma unroll
+            for (int i = 0; i < copy.kSteps; ++i) {
+                const int key = rows.first_key + i / copy.kUnits * 4 + row_;
+                copy.copy(i, key >= rows.key_begin && key < rows.key_end);
+            }
+        }
+        return copy;
     }
 
     const SplitParams& params_;
@@ -113,6 +126,14 @@ class KvPipeline {
     uint32_t read_ = 0, write_ = 0;  // bytes
     int unit_, row_;                 // this lane's
 };
+
+/// All steps of a copy.
+template <class Copy>
+__device__ __forceinline__ void copy_tile(const Copy& copy) {
+#pragma unroll
+    for (int i = 0; i < Copy::kSteps; ++i) copy.step(i);
+    ptx::cp_async_commit_group();
+}
 
 }  // namespace decode
 }  // namespace flash_attn_norm

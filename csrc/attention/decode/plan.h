@@ -27,12 +27,8 @@ struct Divisor {
     }
 
     FAN_HOST_DEVICE uint32_t divide(uint32_t number) const {
-#if defined(__CUDA_ARCH__)
-        const uint32_t high = __umulhi(number, multiplier);
-#else
         const uint32_t high =
             static_cast<uint32_t>((static_cast<uint64_t>(number) * multiplier) >> 32);
-#endif
         return (high + number) >> shift;
     }
 };
@@ -83,37 +79,45 @@ inline int64_t max_visible_keys(const KvCacheAttentionParams& params) {
                                   std::min(problem.window_right, limit) + problem.seqlen_q);
 }
 
-/// Microseconds that `ctas` CTAs take that read `bytes` each, by a model of the
-/// memory: when all multiprocessors are at work, bytes arrive at the rate of
-/// the card; a CTA alone waits for its own latency.
-inline double split_time(int64_t ctas, double bytes, int64_t slots, int num_sms) {
-    constexpr double kSmRate = 34e3;   // bytes per microsecond, of all at once
-    constexpr double kCtaRate = 55e3;  // of one CTA at most
-    constexpr double kStart = 2.0;     // microseconds: lengths, Q, the first tiles, the output
-    const int64_t waves = ctas / slots, rest = ctas % slots;
-    const double card = kSmRate * num_sms;
-    double time = static_cast<double>(waves) *
-                  (kStart + std::max(static_cast<double>(slots) * bytes / card, bytes / kCtaRate));
-    if (rest > 0) {
-        time += kStart + std::max(static_cast<double>(rest) * bytes / card, bytes / kCtaRate);
-    }
-    return time;
+/// What a card with full multiprocessors delivers and a CTA takes: measured on an H200 with the
+/// smaller and the larger number of sets (docs/decode.md). Times in microseconds.
+constexpr double kSmRate = 34e3;        // bytes per microsecond and multiprocessor
+constexpr double kCtaRate = 45e3;       // of one CTA at most
+constexpr double kLargeCtaRate = 60e3;  // with more sets
+constexpr double kStart = 4.0;          // of a wave: lengths, the first tiles, the output
+constexpr double kCombine = 2.5;        // once there are splits
+constexpr double kCombineSplit = 0.03;  // for each of them
+
+/// CTAs that run at the same time, and how fast.
+struct SplitSlots {
+    int64_t count = 1;
+    double card_rate = kSmRate;
+    double cta_rate = kCtaRate;
+};
+
+/// The time that `ctas` CTAs take that read `bytes` each: all together as fast as the card
+/// delivers, but none faster than it can alone.
+inline double split_time(int64_t ctas, double bytes, const SplitSlots& slots) {
+    const auto wave = [&](int64_t count) {
+        const double together = static_cast<double>(count) * bytes / slots.card_rate;
+        return kStart + std::max(together, bytes / slots.cta_rate);
+    };
+    const int64_t rest = ctas % slots.count;
+    return static_cast<double>(ctas / slots.count) * wave(slots.count) +
+           (rest > 0 ? wave(rest) : 0.0);
 }
 
-/// The number of splits, at most `most`, with the shortest expected time, for
-/// `tiles` row tiles of `keys` keys each.
+/// The number of splits with the shortest expected time, for `tiles` row tiles of `keys` keys each
+/// of which a CTA takes step_keys at a time.
 inline int choose_num_splits(int64_t tiles, int64_t keys, double key_bytes, int64_t step_keys,
-                             int64_t slots, int num_sms) {
-    constexpr double kCombine = 2.0;        // microseconds, once there are splits
-    constexpr double kCombineSplit = 0.02;  // for each of them
-    const int64_t steps = (keys + step_keys - 1) / step_keys;
+                             const SplitSlots& slots) {
+    const int64_t steps = std::max<int64_t>((keys + step_keys - 1) / step_keys, 1);
     int best = 1;
     double best_time = 0.0;
-    for (int splits = 1; splits <= std::max<int64_t>(1, std::min<int64_t>(steps, kMaxSplits));
-         ++splits) {
+    for (int splits = 1; splits <= std::min<int64_t>(steps, kMaxSplits); ++splits) {
         const int64_t share = (steps + splits - 1) / splits * step_keys;
-        double time =
-            split_time(tiles * splits, static_cast<double>(share) * key_bytes, slots, num_sms);
+        const double bytes = static_cast<double>(share) * key_bytes;
+        double time = split_time(tiles * splits, bytes, slots);
         if (splits > 1) time += kCombine + kCombineSplit * splits;
         if (splits == 1 || time < best_time) {
             best = splits;
@@ -154,9 +158,11 @@ inline SplitPlan plan_splits(const KvCacheAttentionParams& params, const SplitSh
         const int64_t most = std::min<int64_t>(steps, kMaxSplits);
         plan.num_splits = static_cast<int>(std::min<int64_t>(params.num_splits, most));
     } else {
-        const int64_t slots = int64_t{shape.num_sms} * (one_each ? 1 : shape.ctas_per_sm);
-        plan.num_splits =
-            choose_num_splits(tiles, keys, key_bytes, step_keys, slots, shape.num_sms);
+        SplitSlots slots;
+        slots.count = int64_t{shape.num_sms} * (one_each ? 1 : shape.ctas_per_sm);
+        slots.card_rate = kSmRate * shape.num_sms;
+        slots.cta_rate = one_each ? kLargeCtaRate : kCtaRate;
+        plan.num_splits = choose_num_splits(tiles, keys, key_bytes, step_keys, slots);
     }
     return plan;
 }

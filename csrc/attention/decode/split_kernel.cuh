@@ -5,7 +5,8 @@
 #include "attention/decode/kv_pipeline.cuh"
 #include "attention/decode/packed_scores.cuh"
 #include "attention/decode/split_output.cuh"
-#include "attention/sm80/warp_mma.cuh"
+#include "attention/decode/warp_products.cuh"
+#include "attention/sm80/tile_copy.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/shared_address.cuh"
 
@@ -73,6 +74,8 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
     constexpr int kSteps = Config::kHeadDim / 16;
     constexpr sm80::Layout kInner = sm80::Layout::kContractionInner;
     constexpr sm80::Layout kOuter = sm80::Layout::kContractionOuter;
+    using KeyCopy = typename KvPipeline<Config>::KeyCopy;
+    using ValueCopy = typename KvPipeline<Config>::ValueCopy;
     const bool values_in_keys = Config::kMayShareRows && params.values_in_keys;
 
     KvRows<Config> kv(params, block, keys, warp.first_key);
@@ -88,8 +91,8 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
     const int ahead = values_in_keys ? Config::kSlots - 1 : (Config::kSlots - 1) / 2;
 #pragma unroll 1
     for (int i = 0; i < ahead; ++i) {
-        pipeline.load_keys(kv, next < tiles.end);
-        if (!values_in_keys) pipeline.load_values(kv, next < tiles.end);
+        copy_tile(pipeline.begin_keys(kv, next < tiles.end));
+        if (!values_in_keys) copy_tile(pipeline.begin_values(kv, next < tiles.end));
         look_up_next();
     }
     load_queries(shared, params, block);
@@ -110,19 +113,25 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
 #pragma unroll 1
     for (int tile = tiles.begin + warp.set; tile < tiles.end; tile += warp.sets) {
         pipeline.wait();
-        pipeline.load_keys(kv, next < tiles.end);
 
-        // S = Q K^T
+        // S = Q K^T, and among its products the copies of K for a tile to come
+        const KeyCopy next_keys = pipeline.begin_keys(kv, next < tiles.end);
+        const auto load_keys = [&](int slot) {
+            sm80::spread<KeyCopy::kSteps, kSteps * Config::kTilesN / 2>(
+                slot, [&](int i) { next_keys.step(i); });
+        };
         float acc_s[1][Config::kTilesN][4];
         sm80::clear(acc_s);
         const uint32_t k_base =
             sm80::b_base<kInner, Config::kPitch>(pipeline.read_slot(), warp.lane);
         if constexpr (Config::kQInRegisters) {
-            sm80::gemm_from_fragments<Element, Config::kPitch>(acc_s, q_fragments, k_base);
+            sm80::gemm_from_fragments<Element, Config::kPitch>(acc_s, q_fragments, k_base,
+                                                               load_keys);
         } else {
             sm80::gemm<Element, kInner, Config::kPitch, kInner, Config::kPitch, kSteps>(
-                acc_s, q_base, k_base);
+                acc_s, q_base, k_base, load_keys);
         }
+        ptx::cp_async_commit_group();
 
         // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the
         // same factor
@@ -131,18 +140,24 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         if (first_key < full.begin || first_key + Config::kTileKeys > full.end) {
             rows.apply_mask(acc_s, key);
         }
-        warp.softmax.template update</*kGuard=*/true>(acc_s, warp.acc_o, scale_log2, [](int) {});
+        update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
 
-        // O += P V
+        // O += P V, and among its products the copies of V
         if (!values_in_keys) {
             pipeline.next_read();
             pipeline.wait();
-            pipeline.load_values(kv, next < tiles.end);
         }
+        const ValueCopy next_values =
+            pipeline.begin_values(kv, !values_in_keys && next < tiles.end);
+        const auto load_values = [&](int slot) {
+            sm80::spread<ValueCopy::kSteps, Config::kTilesN / 2 * Config::kTilesD / 2>(
+                slot, [&](int i) { next_values.step(i); });
+        };
         look_up_next();
         const uint32_t v_base = sm80::b_base<kOuter, Config::kPitch>(
             pipeline.read_slot() + static_cast<uint32_t>(warp.column * 2), warp.lane);
-        sm80::gemm_from_registers<Element, kOuter, Config::kPitch>(warp.acc_o, acc_s, v_base);
+        multiply_values<Element, Config::kPitch>(warp.acc_o, acc_s, v_base, load_values);
+        if (!values_in_keys) ptx::cp_async_commit_group();
         pipeline.next_read();
     }
     // In base 2 from here on
