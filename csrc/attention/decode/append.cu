@@ -18,17 +18,15 @@ namespace {
 constexpr int kAppendThreads = 128;
 constexpr int kUnit = 8;  // elements of a thread: 16 bytes where rows are aligned
 
-/// True if every row of a tensor begins at a multiple of 16 bytes and ends at
-/// one.
+/// True if every row of a tensor begins at a multiple of 16 bytes and ends at one.
 bool is_aligned(const void* tensor, const TensorStrides& strides, int columns) {
     const bool rows = strides.batch % kUnit == 0 && strides.row % kUnit == 0 &&
                       strides.head % kUnit == 0 && columns % kUnit == 0;
     return rows && reinterpret_cast<uintptr_t>(tensor) % 16 == 0;
 }
 
-/// The grid of a call: one row of CTAs for each token of each sequence, the
-/// units of all its heads across it, those of new keys first, then new values,
-/// then q.
+/// The grid of a call: one row of CTAs for each token of each sequence, the units of all its heads
+/// across it, those of new keys first, then new values, then q.
 struct AppendGrid {
     int64_t tokens = 0;  // of a sequence
     int k_units = 0, v_units = 0;

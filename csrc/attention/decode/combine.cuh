@@ -48,9 +48,8 @@ __device__ __forceinline__ void add(float4& sum, float weight, const float4& val
     sum.w = fmaf(weight, value.w, sum.w);
 }
 
-/// out = sum over splits of 2^(lse - total) * partial out. A row (query row and
-/// head) belongs to `kWarpsPerRow` warps of a CTA, which share its splits: many
-/// for few rows, to be done sooner.
+/// out = sum over splits of 2^(lse - total) * partial out. A row (query row and head) belongs to
+/// `kWarpsPerRow` warps of a CTA, which share its splits: many for few rows, to be done sooner.
 template <class Arch, class Element, int kWarpsPerRow>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const __grid_constant__ SplitParams params) {

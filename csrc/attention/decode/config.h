@@ -7,23 +7,20 @@
 namespace flash_attn_norm {
 namespace decode {
 
-/// How a CTA shares its work. Query rows of all heads of a group lie below each
-/// other in tiles of 16 warps_m rows. Sets of warps take turns at the tiles of
-/// tile_keys keys and merge their results at the end; the warps_m * warps_d
-/// warps of a set share a tile, and warps_d of them the value columns (each
-/// computes the scores anew). A set has a ring of `slots` tiles, of keys and
-/// values in turn, all but one of them on their way while one is in use. There
-/// are `sets` sets, or more_sets if one CTA on each multiprocessor is enough
-/// for a call.
+/// How a CTA shares its work. Query rows of all heads of a group lie below each other in tiles of
+/// 16 warps_m rows. Sets of warps take turns at the tiles of tile_keys keys and merge their results
+/// at the end; the warps_m * warps_d warps of a set share a tile, and warps_d of them the value
+/// columns (each computes the scores anew). A set has a ring of `slots` tiles, of keys and values
+/// in turn, all but one of them on their way while one is in use. There are `sets` sets, or
+/// more_sets if one CTA on each multiprocessor is enough for a call.
 struct SplitTile {
     int warps_m, warps_d, sets, more_sets, tile_keys, slots;
     bool q_in_registers;
 };
 
-/// Few rows: one step of decoding. A set is a single warp then, which waits for
-/// nobody. `sets` sets fit the 99 KB of the cards with the least shared memory
-/// (8.6, 8.9, 12.0), and twice the 227 KB of 9.0. `slots` is odd, so that the
-/// tile to load beside keys is one of keys.
+/// Few rows: one step of decoding. A set is a single warp then, which waits for nobody. `sets` sets
+/// fit the 99 KB of the cards with the least shared memory (8.6, 8.9, 12.0), and twice the 227 KB
+/// of 9.0. `slots` is odd, so that the tile to load beside keys is one of keys.
 constexpr SplitTile split_tile(int head_dim, bool few_rows) {
     return few_rows ? (head_dim == 64    ? SplitTile{1, 1, 4, 8, 16, 9, true}
                        : head_dim == 128 ? SplitTile{1, 1, 4, 8, 16, 5, true}
@@ -46,8 +43,8 @@ struct Sm90 {
     static constexpr bool kHasGridDependency = true;
 };
 
-/// A split kernel: element type, size class of the head dims, and the number of
-/// query rows that it is made for.
+/// A split kernel: element type, size class of the head dims, and the number of query rows that it
+/// is made for.
 template <class Arch_, class Element_, int kHeadDim_, int kHeadDimV_, bool kFewRows>
 struct SplitConfig {
     using Arch = Arch_;
@@ -55,8 +52,7 @@ struct SplitConfig {
     static constexpr SplitTile kTile = split_tile(kHeadDim_, kFewRows);
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
-    /// Values may be the first columns of the keys' rows: absorbed multi-head
-    /// latent attention.
+    /// Values may be the first columns of the keys' rows: absorbed multi-head latent attention.
     static constexpr bool kMayShareRows = kHeadDim > kHeadDimV;
     static constexpr int kBlockM = 16 * kTile.warps_m;
     static constexpr int kMaxSets = kTile.more_sets;
@@ -76,9 +72,9 @@ struct SplitConfig {
     static_assert(kKeysPerWarp % 4 == 0 && kKeysPerWarp <= 32, "a warp loads four rows at a time");
 };
 
-/// The sets' rings lie behind it. At the end the sets' outputs, in float32,
-/// take the place of q and the rings: their pitch lets the eight rows of an
-/// accumulator tile, two columns a lane, pass in two wavefronts.
+/// The sets' rings lie behind it. At the end the sets' outputs, in float32, take the place of q and
+/// the rings: their pitch lets the eight rows of an accumulator tile, two columns a lane, pass in
+/// two wavefronts.
 template <class Config>
 struct SplitSharedStorage {
     float row_max[Config::kMaxSets][Config::kBlockM];  // base 2

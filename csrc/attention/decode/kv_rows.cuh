@@ -8,11 +8,10 @@
 namespace flash_attn_norm {
 namespace decode {
 
-/// Where the rows of a set's tiles lie in the cache, for one warp, which copies
-/// rows [first_row, first_row + kKeysPerWarp) of each tile. In a paged cache
-/// lane i looks up row i % kKeysPerWarp, by one division and one read of the
-/// page table, begun a tile ahead of its use: pages of every size cost the
-/// same.
+/// Where the rows of a set's tiles lie in the cache, for one warp, which copies rows [first_row,
+/// first_row + kKeysPerWarp) of each tile. In a paged cache lane i looks up row i % kKeysPerWarp,
+/// by one division and one read of the page table, begun a tile ahead of its use: pages of every
+/// size cost the same.
 template <class Config>
 struct KvRows {
     const uint16_t* k;  // of the head: entry 0 (the sequence's own without pages), row 0

@@ -8,9 +8,9 @@
 namespace flash_attn_norm {
 namespace decode {
 
-/// The two packed query rows of a lane (accumulator rows lane / 4 and 8 below):
-/// their masks and score terms; those of the block's first row where it has no
-/// such row. See AttentionProblem about the terms.
+/// The two packed query rows of a lane (accumulator rows lane / 4 and 8 below): their masks and
+/// score terms; those of the block's first row where it has no such row. See AttentionProblem about
+/// the terms.
 struct PackedRows {
     int row[2];            // query row inside the sequence
     int begin[2], end[2];  // keys that the row sees

@@ -9,9 +9,8 @@
 namespace flash_attn_norm {
 namespace decode {
 
-/// Divides numbers below 2^31 by a fixed number without a division: Granlund
-/// and Montgomery, "Division by Invariant Integers using Multiplication",
-/// figure 4.1.
+/// Divides numbers below 2^31 by a fixed number without a division: Granlund and Montgomery,
+/// "Division by Invariant Integers using Multiplication", figure 4.1.
 struct Divisor {
     uint32_t value = 1;
     uint32_t multiplier = 1;
@@ -43,8 +42,8 @@ struct SplitShape {
     int ctas_per_sm = 1;  // with `sets` sets
 };
 
-/// How a call is cut into CTAs, and its workspace. It depends on shapes alone,
-/// so that a captured call may be replayed with other lengths.
+/// How a call is cut into CTAs, and its workspace. It depends on shapes alone, so that a captured
+/// call may be replayed with other lengths.
 struct SplitPlan {
     int64_t row_tiles = 0;  // of all sequences; packed: slots for them, some of which stay unused
     int64_t tiles_per_sequence = 0;  // dense
@@ -59,8 +58,8 @@ struct SplitPlan {
 
 constexpr int kMaxSplits = 128;
 
-/// Query rows of a sequence with those of all heads of a group below each
-/// other: the most that a dense call has, the mean of a packed one.
+/// Query rows of a sequence with those of all heads of a group below each other: the most that a
+/// dense call has, the mean of a packed one.
 inline int64_t packed_rows_per_sequence(const AttentionProblem& problem) {
     const int64_t batch_size = std::max<int64_t>(problem.batch_size, 1);
     const int64_t rows =
@@ -68,8 +67,7 @@ inline int64_t packed_rows_per_sequence(const AttentionProblem& problem) {
     return rows * problem.group_size();
 }
 
-/// Keys that a sequence has at most, and that its rows see at most through a
-/// window.
+/// Keys that a sequence has at most, and that its rows see at most through a window.
 inline int64_t max_visible_keys(const KvCacheAttentionParams& params) {
     const AttentionProblem& problem = params.problem;
     const int64_t capacity = params.cache.capacity();

@@ -18,8 +18,7 @@ struct KeyRange {
     FAN_HOST_DEVICE bool empty() const { return begin >= end; }
 };
 
-/// A Mask in 32 bits: row i sees keys j with i + shift - left <= j <= i + shift
-/// + right.
+/// A Mask in 32 bits: row i sees keys j with i + shift - left <= j <= i + shift + right.
 struct KeyBand {
     int shift = 0;  // seqlen_k - seqlen_q
     int seqlen_k = 0;
@@ -35,8 +34,8 @@ struct KeyBand {
     }
 };
 
-/// A row of a sequence's packed rows: packed row r is query row r / group_size
-/// of head kv_head * group_size + r % group_size.
+/// A row of a sequence's packed rows: packed row r is query row r / group_size of head kv_head *
+/// group_size + r % group_size.
 struct PackedRow {
     int row = 0;
     int head = 0;
@@ -70,8 +69,7 @@ FAN_HOST_DEVICE int first_row_tile(const SplitParams& params, int batch, int blo
            batch;
 }
 
-/// The last packed sequence, or batch_size, whose first row tile is at most
-/// `tile`.
+/// The last packed sequence, or batch_size, whose first row tile is at most `tile`.
 FAN_HOST_DEVICE int batch_of_row_tile(const SplitParams& params, int tile, int block_m) {
     int low = 0, high = params.batch_size;
     while (low < high) {
@@ -85,9 +83,8 @@ FAN_HOST_DEVICE int batch_of_row_tile(const SplitParams& params, int tile, int b
     return low;
 }
 
-/// CTA `index` of a grid with K/V heads as the fastest index, then row tiles:
-/// CTAs that run together read rows of the cache that lie together, or the same
-/// ones. False if it has no rows.
+/// CTA `index` of a grid with K/V heads as the fastest index, then row tiles: CTAs that run
+/// together read rows of the cache that lie together, or the same ones. False if it has no rows.
 FAN_HOST_DEVICE bool find_block(const SplitParams& params, uint32_t index, int block_m,
                                 SplitBlock& block) {
     const uint32_t tile = params.num_heads_kv.divide(index);
@@ -124,8 +121,8 @@ FAN_HOST_DEVICE bool find_block(const SplitParams& params, uint32_t index, int b
     return true;
 }
 
-/// Tiles of keys [begin, end) of one split: those that a row of the block sees,
-/// in equal shares of whole steps of `sets` tiles.
+/// Tiles of keys [begin, end) of one split: those that a row of the block sees, in equal shares of
+/// whole steps of `sets` tiles.
 FAN_HOST_DEVICE KeyRange split_tiles(const KeyRange& keys, int tile_keys, int sets, int split,
                                      int num_splits) {
     KeyRange tiles;

@@ -28,8 +28,7 @@ struct RowTotal {
     float max = 0.0f;  // base 2; -inf without a key
     float sum = 0.0f;
 
-    /// As OnlineSoftmax::finish: the LSE in natural units, and the factor of the
-    /// output.
+    /// As OnlineSoftmax::finish: the LSE in natural units, and the factor of the output.
     __device__ __forceinline__ float finish(float sink, float& normalizer) const {
         if (sum == 0.0f) {
             normalizer = 0.0f;

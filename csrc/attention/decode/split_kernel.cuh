@@ -38,9 +38,8 @@ struct SplitWarp {
     }
 };
 
-/// Copies the block's query rows to shared memory. By ordinary loads: they
-/// travel beside the first tiles of keys and values, and do not count among
-/// their groups.
+/// Copies the block's query rows to shared memory. By ordinary loads: they travel beside the first
+/// tiles of keys and values, and do not count among their groups.
 template <class Config>
 __device__ __forceinline__ void load_queries(SplitSharedStorage<Config>& shared,
                                              const SplitParams& params, const SplitBlock& block) {
@@ -62,8 +61,8 @@ __device__ __forceinline__ void load_queries(SplitSharedStorage<Config>& shared,
     }
 }
 
-/// O += softmax(Q K^T) V over the set's tiles of `tiles`: every sets-th one.
-/// `full`: keys that all rows of the block see.
+/// O += softmax(Q K^T) V over the set's tiles of `tiles`: every sets-th one. `full`: keys that all
+/// rows of the block see.
 template <class Config>
 __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& shared,
                                                  SplitWarp<Config>& warp, const SplitParams& params,
@@ -133,8 +132,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         }
         ptx::cp_async_commit_group();
 
-        // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the
-        // same factor
+        // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
         const int first_key = tile * Config::kTileKeys, key = first_key + 2 * (warp.lane % 4);
         if (rows.has_terms) rows.apply_terms(acc_s, key);
         if (first_key < full.begin || first_key + Config::kTileKeys > full.end) {

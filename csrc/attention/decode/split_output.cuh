@@ -12,8 +12,7 @@ namespace decode {
 template <class Config>
 struct SplitWarp;
 
-/// Puts each set's sums and output, scaled to the common maximum, into shared
-/// memory.
+/// Puts each set's sums and output, scaled to the common maximum, into shared memory.
 template <class Config>
 __device__ __forceinline__ void share_output(SplitSharedStorage<Config>& shared,
                                              const SplitWarp<Config>& warp, int num_rows) {
@@ -55,8 +54,7 @@ __device__ __forceinline__ void share_output(SplitSharedStorage<Config>& shared,
     __syncthreads();
 }
 
-/// One row's eight columns from `unit` on, summed over the sets, times
-/// `factor`.
+/// One row's eight columns from `unit` on, summed over the sets, times `factor`.
 template <class Config>
 __device__ __forceinline__ void sum_of_sets(SplitSharedStorage<Config>& shared, int sets, int row,
                                             int unit, float factor, float (&values)[8]) {
@@ -73,8 +71,8 @@ __device__ __forceinline__ void sum_of_sets(SplitSharedStorage<Config>& shared, 
     for (int i = 0; i < 8; ++i) values[i] *= factor;
 }
 
-/// Adds up the sets' shares and writes the rows: the result if there is one
-/// split, else this split's part of it with its LSE.
+/// Adds up the sets' shares and writes the rows: the result if there is one split, else this
+/// split's part of it with its LSE.
 template <class Config>
 __device__ __forceinline__ void store_output(SplitSharedStorage<Config>& shared,
                                              const SplitWarp<Config>& warp,

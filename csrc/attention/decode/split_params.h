@@ -8,10 +8,9 @@
 namespace flash_attn_norm {
 namespace decode {
 
-/// What the split kernel is told of a call: KvCacheAttentionParams and
-/// SplitPlan in the order in which a CTA needs them, with everything inside a
-/// sequence in 32 bits (see check_sizes) and all divisors prepared. The first
-/// instructions of a CTA are on the way of every call.
+/// What the split kernel is told of a call: KvCacheAttentionParams and SplitPlan in the order in
+/// which a CTA needs them, with everything inside a sequence in 32 bits (see check_sizes) and all
+/// divisors prepared. The first instructions of a CTA are on the way of every call.
 struct SplitParams {
     Divisor num_heads_kv;
     Divisor tiles_per_sequence;  // dense
@@ -92,8 +91,8 @@ struct SplitParams {
     }
 
     FAN_HOST_DEVICE bool is_packed() const { return cu_seqlens_q != nullptr; }
-    /// A scale that is not positive would turn the order of the scores around,
-    /// and the mask's -inf into +inf.
+    /// A scale that is not positive would turn the order of the scores around, and the mask's -inf
+    /// into +inf.
     FAN_HOST_DEVICE bool has_terms() const {
         return softcap > 0.0f || alibi_slopes != nullptr || !(softmax_scale > 0.0f);
     }
