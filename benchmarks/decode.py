@@ -45,9 +45,10 @@ PAGE_SIZES = (16, 64, 256)
 
 
 class Timer:
-    """Calls of one candidate in a CUDA graph."""
+    """Calls of one candidate in a CUDA graph, which reads their inputs again at each replay."""
 
     def __init__(self, calls: list, repeats: int):
+        self.calls = calls  # keeps the inputs
         self.count = len(calls) * repeats
         for call in calls[:2]:
             call()

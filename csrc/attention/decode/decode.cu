@@ -61,7 +61,8 @@ void check_sizes(const KvCacheAttentionParams& params) {
     };
     const int64_t rows =
         problem.is_packed() ? problem.total_q : problem.batch_size * problem.seqlen_q;
-    check("positions for each sequence", params.cache.capacity(), int64_t{1} << 30);
+    // One less than the largest window counts, so that a sum of both fits.
+    check("positions for each sequence", params.cache.capacity(), (int64_t{1} << 30) - 1);
     check("cache entries", params.cache.num_entries, int64_t{1} << 30);
     check("sequences", problem.batch_size, int64_t{1} << 30);
     check("query rows times query heads", rows * problem.num_heads_q, int64_t{1} << 30);
