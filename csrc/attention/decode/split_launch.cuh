@@ -61,10 +61,8 @@ void launch_split(const KvCacheAttentionParams& params, const SplitPlan& plan,
     with_split_config<Arch, kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
         using Config = decltype(config);
         static std::atomic<uint64_t> allowed{0};
-        const sm80::DeviceLimits& device = sm80::current_device_limits();
-        const int most = SplitSharedStorage<Config>::bytes(shape_of<Config>(device).more_sets);
-        sm80::allow_shared_memory(reinterpret_cast<const void*>(split_kernel<Config>), most, device,
-                                  allowed);
+        sm80::allow_shared_memory(reinterpret_cast<const void*>(split_kernel<Config>),
+                                  sm80::current_device_limits(), allowed);
         launch_kernel<Arch>(split_kernel<Config>, grid, Config::threads(plan.sets),
                             SplitSharedStorage<Config>::bytes(plan.sets), split_params,
                             "attention to a cache", stream);
