@@ -123,9 +123,7 @@ def test_continuous_batching(kernel, monkeypatch):
     monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
     monkeypatch.setattr(kernel, "flash_attn_with_kvcache", _recording(kernel, steps))
     prompts = [random_tokens(length).tolist() for length in (3, 170, 40, 255, 256, 257)]
-    config = GenerationConfig(
-        max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=True
-    )
+    config = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)
     sizes = ContinuousBatchingConfig(page_size=256, num_blocks=64, max_batch_tokens=512)
     long = {"max_position_embeddings": 512}
     model = make_model("qwen3", ATTENTION_WITH_CACHE, **BF16, **long).cuda()
