@@ -41,7 +41,7 @@ def burst_seconds(function) -> float:
 
 @contextlib.contextmanager
 def portable_kernels():
-    """Calls inside run the kernels that every card runs; csrc reads the variable on each call."""
+    """Calls inside run the kernels that every card runs; the op reads the variable on each call."""
     os.environ["FLASH_ATTN_NORM_PORTABLE"] = "1"
     try:
         yield
