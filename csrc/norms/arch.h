@@ -5,6 +5,7 @@ namespace flash_attn_norm {
 /// What the kernels of sm80/ may use: they run on every capability from 8.0 on.
 struct Sm80 {
     static constexpr bool kHasClusters = false;
+    static constexpr int kMaxClusterSize = 1;
     static constexpr bool kHasGridDependency = false;
 };
 
@@ -12,6 +13,7 @@ struct Sm80 {
 /// programmatic dependent launch.
 struct Sm90 {
     static constexpr bool kHasClusters = true;
+    static constexpr int kMaxClusterSize = 8;
     static constexpr bool kHasGridDependency = true;
 };
 

@@ -43,9 +43,8 @@ const DeviceLimits& current_device_limits() {
     return limits[device];
 }
 
-int prepare_kernel(const void* kernel, const DeviceLimits& device,
-                   std::atomic<int> (&ready)[kMaxDevices]) {
-    const int registers = ready[device.index].load(std::memory_order_relaxed);
+int prepare_kernel(const void* kernel, const DeviceLimits& device, KernelLimits& limits) {
+    const int registers = limits.registers[device.index].load(std::memory_order_relaxed);
     if (registers > 0) return registers;
     cudaFuncAttributes attributes;
     FAN_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
@@ -56,8 +55,32 @@ int prepare_kernel(const void* kernel, const DeviceLimits& device,
     // All of the L1 that can be shared memory, or fewer CTAs than planned may fit at a time.
     FAN_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                         cudaSharedmemCarveoutMaxShared));
-    ready[device.index].store(attributes.numRegs, std::memory_order_relaxed);
+    limits.registers[device.index].store(attributes.numRegs, std::memory_order_relaxed);
     return attributes.numRegs;
+}
+
+int max_clusters(const void* kernel, const LaunchShape& shape, int ctas_per_sm,
+                 const DeviceLimits& device, KernelLimits& limits) {
+    int size_index = 0;
+    while ((1 << size_index) < shape.cluster_size) ++size_index;
+    std::atomic<int>& known = limits.clusters[device.index][size_index][ctas_per_sm - 1];
+    int clusters = known.load(std::memory_order_relaxed);
+    if (clusters > 0) return clusters;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(shape.cluster_size * device.num_sms));
+    config.blockDim = dim3(shape.threads_per_row, shape.row_slots);
+    config.dynamicSmemBytes = shape.shared_bytes;
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = shape.cluster_size;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    FAN_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
+    clusters = clusters > 0 ? clusters : 1;
+    known.store(clusters, std::memory_order_relaxed);
+    return clusters;
 }
 
 }  // namespace flash_attn_norm

@@ -80,9 +80,23 @@ struct DeviceLimits {
 /// Reads the current device's limits, once for each device.
 const DeviceLimits& current_device_limits();
 
+constexpr int kMaxCtasPerSm = 4;
+
+/// What is known of a kernel on each device. It belongs to the kernel and starts with zeros.
+struct KernelLimits {
+    std::atomic<int> registers[kMaxDevices];
+    // Of 1, 2, 4 and 8 CTAs, of which 1, 2 ... share a multiprocessor.
+    std::atomic<int> clusters[kMaxDevices][4][kMaxCtasPerSm];
+};
+
 /// Allows the kernel all the shared memory that a CTA can have, once for each device, and gives
-/// its registers per thread. `ready` belongs to the kernel and starts with zeros.
-int prepare_kernel(const void* kernel, const DeviceLimits& device,
-                   std::atomic<int> (&ready)[kMaxDevices]);
+/// its registers per thread.
+int prepare_kernel(const void* kernel, const DeviceLimits& device, KernelLimits& limits);
+
+/// How many clusters of this shape run at a time where ctas_per_sm of their CTAs share a
+/// multiprocessor: fewer than the multiprocessors would give, because a cluster stays within a part
+/// of the device.
+int max_clusters(const void* kernel, const LaunchShape& shape, int ctas_per_sm,
+                 const DeviceLimits& device, KernelLimits& limits);
 
 }  // namespace flash_attn_norm

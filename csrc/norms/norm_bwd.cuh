@@ -1,191 +1,103 @@
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
 
-#include "norms/alignment.h"
-#include "norms/launch.cuh"
 #include "norms/norm_bwd_params.h"
 #include "norms/norm_math.cuh"
+#include "norms/row_columns.cuh"
+#include "norms/row_stages.cuh"
 #include "norms/row_sums.cuh"
-#include "ptx/cp_async.cuh"
-#include "ptx/shared_address.cuh"
 
 // The backward pass of both norms where rows are aligned: persistent CTAs walk over the rows, with
 // the next rows' loads in flight, and keep the sums for dweight and dbias in registers.
 
 namespace flash_attn_norm {
 
-/// kVecs packs of 16 bytes of dout per thread in each of kRows rows.
-template <DType kXDType_, DType kSumDType_, bool kLayerNorm_, int kVecs_, int kRows_, class Arch_>
+/// kVecs packs of 16 bytes of dout per thread.
+template <DType kXDType_, DType kSumDType_, bool kLayerNorm_, int kVecs_, class Arch_>
 struct BwdConfig {
     static constexpr DType kXDType = kXDType_;
     static constexpr DType kSumDType = kSumDType_;
     static constexpr bool kLayerNorm = kLayerNorm_;
     static constexpr int kVecs = kVecs_;
-    static constexpr int kRows = kRows_;
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
-    /// Per CTA. One row takes one warp at most where a thread has several.
-    static constexpr int kMaxThreads = kRows > 1 ? 256 : 512;
-    /// What the registers are divided by: 80 a thread where that is enough, else 128.
-    static constexpr int kBoundThreads =
-        !kLayerNorm && kSumDType == kXDType && kVecs <= 2 ? 768 : 512;
-    /// Weights stay in registers, or in shared memory where the sums for dweight leave no room.
-    static constexpr bool kSharesWeight = kVecs > 2;
-    static constexpr int kWeightWords = kSharesWeight ? kVecs * kPack / 4 : 0;  // per thread
+    static constexpr int kMaxThreads = 512;  // per CTA
+    /// What the registers are divided by.
+    static constexpr int kBoundThreads = 512;
+    /// What stays in registers between the halves of a row, where the sums for dweight and dbias
+    /// leave room for it; the rest is computed again.
+    static constexpr bool kHoldsDxhat =
+        kXDType != DType::kFloat32 && kSumDType == kXDType && kVecs * kPack <= 16;
+    static constexpr bool kHoldsXhat = kHoldsDxhat && !kLayerNorm;
     /// Row sums: of dxhat * xhat, and for LayerNorm of dxhat.
     static constexpr int kSums = kLayerNorm ? 2 : 1;
 
-    using DoutPack = PackWords<kPack, kXDType>;
+    using XPack = PackWords<kPack, kXDType>;
     using SumPack = PackWords<kPack, kSumDType>;
     using Columns = float[kVecs][kPack];
+    /// 16-byte words of shared memory that a thread has for its weights.
+    static constexpr int kWeightWords = kVecs * kPack / 4;
+};
+
+/// What a thread has summed up of its columns.
+template <class Config>
+struct BwdSums {
+    typename Config::Columns dweight = {};
+    typename Config::Columns dbias = {};
 };
 
 /// 16-byte words that a thread has in a stage: dout, the sum, and dresidual_out if there is one.
 template <class Config>
 FAN_HOST_DEVICE int stage_words(bool has_dresidual_out) {
-    constexpr int kPacks = Config::kRows * Config::kVecs;
     constexpr int kSumWords = Config::SumPack::kWords;
-    return kPacks * (Config::DoutPack::kWords + kSumWords * (has_dresidual_out ? 2 : 1));
+    return Config::kVecs * (1 + kSumWords * (has_dresidual_out ? 2 : 1));
 }
 
-/// Which columns a thread has.
-template <class Config>
-struct BwdColumns {
-    int first;  // of its first pack; the next ones are `step` apart
-    int end;
-
-    __device__ BwdColumns(const NormProblem& problem,
-                          const RowReducer<typename Config::Arch>& reducer) {
-        const int packs = static_cast<int>(problem.hidden_size) / Config::kPack;
-        const int packs_per_cta = (packs + reducer.cluster_size() - 1) / reducer.cluster_size();
-        const int first_pack = reducer.cluster_rank() * packs_per_cta;
-        first = (first_pack + threadIdx.x) * Config::kPack;
-        end = min(first_pack + packs_per_cta, packs) * Config::kPack;
-    }
-    __device__ int column(int v) const {
-        return first + v * static_cast<int>(blockDim.x) * Config::kPack;
-    }
-    __device__ bool is_inside(int v) const { return column(v) < end; }
-};
-
-/// The rows of one step of a CTA; a step that lies past the last row has none.
-template <class Config>
-struct BwdRows {
-    int64_t rows[Config::kRows];
-    bool is_row[Config::kRows];
-
-    __device__ BwdRows(const NormProblem& problem, int step) {
-#pragma unroll
-        for (int r = 0; r < Config::kRows; ++r) {
-            rows[r] = (int64_t{step} * Config::kRows + r) * blockDim.y + threadIdx.y;
-            is_row[r] = rows[r] < problem.rows.num_rows;
-        }
-    }
-};
-
-/// 16-byte words of shared memory that a thread has: its weights, then the stages.
-template <class Config>
-FAN_HOST_DEVICE int thread_words(int stage_words, int num_stages) {
-    return Config::kWeightWords + num_stages * stage_words;
-}
-
-/// Where a thread's words of shared memory lie: those of one index side by side, because a copy of
-/// 16 bytes a thread is fast only where neighbours copy to neighbouring places.
-struct ThreadSmem {
-    uint4* first;
-    int num_threads;
-
-    __device__ explicit ThreadSmem(uint4* smem)
-        : first(smem + threadIdx.y * blockDim.x + threadIdx.x),
-          num_threads(blockDim.x * blockDim.y) {}
-    __device__ uint4* word(int index) const { return first + index * num_threads; }
-};
-
-/// A thread's own part of shared memory, which holds the rows in flight: what it copies there, only
-/// it reads, so that no barrier is needed.
+/// dout, the sum and dresidual_out of the steps in flight.
 template <class Config>
 class BwdStages {
   public:
     __device__ BwdStages(const ThreadSmem& smem, const NormBwdParams& params)
-        : smem_(smem), stage_words_(stage_words<Config>(params.dresidual_out != nullptr)) {}
+        : stages_(smem, Config::kWeightWords,
+                  stage_words<Config>(params.dresidual_out != nullptr)) {}
 
-    __device__ void copy(const NormBwdParams& params, const BwdRows<Config>& rows,
-                         const BwdColumns<Config>& columns, int stage) const {
-        constexpr int kSumWords = Config::SumPack::kWords;
-        copy_tensor<Config::kXDType, 1>(params, params.dout, params.dout_strides, rows, columns,
-                                        stage, 0);
-        copy_tensor<Config::kSumDType, kSumWords>(params, params.sum, params.sum_strides, rows,
-                                                  columns, stage, 1);
+    __device__ __forceinline__ void copy(const NormBwdParams& params, const Row& row,
+                                         const RowColumns<Config>& columns, int stage) const {
+        const RowShape& shape = params.problem.rows;
+        stages_.template copy<Config::kXDType>(params.dout, shape, params.dout_strides, row,
+                                               columns, stage, 0);
+        stages_.template copy<Config::kSumDType>(params.sum, shape, params.sum_strides, row,
+                                                 columns, stage, kSumOffset);
         if (params.dresidual_out == nullptr) return;
-        copy_tensor<Config::kSumDType, kSumWords>(params, params.dresidual_out,
-                                                  params.dresidual_out_strides, rows, columns,
-                                                  stage, 1 + kSumWords);
+        stages_.template copy<Config::kSumDType>(params.dresidual_out, shape,
+                                                 params.dresidual_out_strides, row, columns, stage,
+                                                 kResidualOffset);
     }
-
-    __device__ void get_dout(int stage, int r, int v, float* values) const {
-        get<Config::kXDType, 1>(stage, 0, r, v, values);
+    __device__ __forceinline__ void get_dout(int stage, int v, float* values) const {
+        stages_.template get<Config::kXDType>(stage, 0, v).get(values);
     }
-    __device__ void get_sum(int stage, int r, int v, float* values) const {
-        get<Config::kSumDType, Config::SumPack::kWords>(stage, 1, r, v, values);
+    __device__ __forceinline__ void get_sum(int stage, int v, float* values) const {
+        stages_.template get<Config::kSumDType>(stage, kSumOffset, v).get(values);
     }
-    __device__ void get_dresidual_out(int stage, int r, int v, float* values) const {
-        constexpr int kSumWords = Config::SumPack::kWords;
-        get<Config::kSumDType, kSumWords>(stage, 1 + kSumWords, r, v, values);
+    __device__ __forceinline__ void get_dresidual_out(int stage, int v, float* values) const {
+        stages_.template get<Config::kSumDType>(stage, kResidualOffset, v).get(values);
     }
 
   private:
-    __device__ uint4* slot(int stage, int word, int r, int v) const {
-        return smem_.word(Config::kWeightWords + stage * stage_words_ +
-                          (word * Config::kRows + r) * Config::kVecs + v);
-    }
+    static constexpr int kSumOffset = Config::kVecs;
+    static constexpr int kResidualOffset = Config::kVecs * (1 + Config::SumPack::kWords);
 
-    template <DType kDType, int kWords>
-    __device__ void copy_tensor(const NormBwdParams& params, const void* tensor,
-                                const RowStrides& strides, const BwdRows<Config>& rows,
-                                const BwdColumns<Config>& columns, int stage,
-                                int first_word) const {
-        constexpr int kBytes = size_of(kDType);
-#pragma unroll
-        for (int r = 0; r < Config::kRows; ++r) {
-            const int64_t start = row_offset(params.problem.rows, strides, rows.rows[r]);
-#pragma unroll 1
-            for (int v = 0; v < Config::kVecs; ++v) {
-                const bool is_inside = rows.is_row[r] && columns.is_inside(v);
-                const char* source = static_cast<const char*>(tensor) +
-                                     (is_inside ? (start + columns.column(v)) * kBytes : 0);
-#pragma unroll
-                for (int word = 0; word < kWords; ++word) {
-                    const uint32_t target =
-                        ptx::shared_address(slot(stage, first_word + word, r, v));
-                    ptx::cp_async_16(target, source + 16 * word, is_inside ? 16 : 0);
-                }
-            }
-        }
-    }
-
-    template <DType kDType, int kWords>
-    __device__ void get(int stage, int first_word, int r, int v, float* values) const {
-        PackWords<Config::kPack, kDType> pack;
-#pragma unroll
-        for (int word = 0; word < kWords; ++word) {
-            pack.words[word] = *slot(stage, first_word + word, r, v);
-        }
-        pack.get(values);
-    }
-
-    ThreadSmem smem_;
-    int stage_words_;
+    RowStages<Config> stages_;
 };
 
-/// The factors of a thread's columns. Where they lie in shared memory, it is its own part of it.
+/// The factors of a thread's columns, in its own part of shared memory: the sums for dweight leave
+/// no registers for them.
 template <class Config>
 class BwdWeight {
   public:
     __device__ BwdWeight(const ThreadSmem& smem, const NormProblem& problem,
-                         const BwdColumns<Config>& columns)
+                         const RowColumns<Config>& columns)
         : smem_(smem) {
 #pragma unroll
         for (int v = 0; v < Config::kVecs; ++v) {
@@ -193,196 +105,227 @@ class BwdWeight {
             if (columns.is_inside(v)) {
                 load_weight<Config::kPack>(problem, columns.column(v), weight);
             }
-            if constexpr (Config::kSharesWeight) {
-                WeightPack pack;
-                pack.set(weight);
+            Pack pack;
+            pack.set(weight);
 #pragma unroll
-                for (int i = 0; i < WeightPack::kWords; ++i) *slot(v, i) = pack.words[i];
-            } else {
-                kept_[v].set(weight);
+            for (int i = 0; i < Pack::kWords; ++i) {
+                *smem_.word(v * Pack::kWords + i) = pack.words[i];
             }
         }
     }
-    __device__ void get(int v, float* weight) const {
-        if constexpr (Config::kSharesWeight) {
-            WeightPack pack;
+    __device__ __forceinline__ void get(int v, float* weight) const {
+        Pack pack;
 #pragma unroll
-            for (int i = 0; i < WeightPack::kWords; ++i) pack.words[i] = *slot(v, i);
-            pack.get(weight);
-        } else {
-            kept_[v].get(weight);
-        }
+        for (int i = 0; i < Pack::kWords; ++i) pack.words[i] = *smem_.word(v * Pack::kWords + i);
+        pack.get(weight);
     }
 
   private:
-    using WeightPack = PackWords<Config::kPack, DType::kFloat32>;
-
-    __device__ uint4* slot(int v, int word) const {
-        return smem_.word(v * WeightPack::kWords + word);
-    }
+    using Pack = PackWords<Config::kPack, DType::kFloat32>;
 
     ThreadSmem smem_;
-    WeightPack kept_[Config::kSharesWeight ? 1 : Config::kVecs];
 };
 
-/// mean and rstd of the rows of a step; zeros past the last row, whose dout is zero too.
+/// mean and rstd of a row; zeros past the last row, whose dout is zero too.
 template <class Config>
 struct BwdStats {
-    float mean[Config::kRows];
-    float rstd[Config::kRows];
+    float mean = 0.0f;
+    float rstd = 0.0f;
 
-    __device__ void load(const NormBwdParams& params, const BwdRows<Config>& rows) {
-#pragma unroll
-        for (int r = 0; r < Config::kRows; ++r) {
-            mean[r] = 0.0f;
-            rstd[r] = 0.0f;
-            if (!rows.is_row[r]) continue;
-            rstd[r] = __ldg(params.rstd + rows.rows[r]);
-            if (Config::kLayerNorm) mean[r] = __ldg(params.mean + rows.rows[r]);
-        }
+    __device__ BwdStats() {}
+    __device__ BwdStats(const NormBwdParams& params, const Row& row) {
+        if (!row.is_inside) return;
+        rstd = __ldg(params.rstd + row.index);
+        if (Config::kLayerNorm) mean = __ldg(params.mean + row.index);
     }
 };
 
-/// With dxhat = dout * weight:  dx = rstd * (dxhat - xhat * mean(dxhat * xhat) - mean(dxhat)).
-/// Gives the two means; the second is LayerNorm's alone.
+/// What is kept of a row from its first to its second half.
 template <class Config>
-__device__ __forceinline__ void row_projections(const NormProblem& problem,
-                                                const BwdStages<Config>& stages, int stage,
-                                                const BwdWeight<Config>& weights,
-                                                const BwdStats<Config>& stats,
-                                                RowReducer<typename Config::Arch>& reducer,
-                                                float (&means)[Config::kRows * Config::kSums]) {
+struct BwdRow {
+    BwdStats<Config> stats;
+    float sums[Config::kSums];  // of dxhat * xhat and, for LayerNorm, of dxhat
+    float xhat[Config::kHoldsXhat ? Config::kVecs : 1][Config::kPack];
+    float dxhat[Config::kHoldsDxhat ? Config::kVecs : 1][Config::kPack];
+};
+
+/// (sum - mean) * rstd of a pack, in place. The product is rounded once, with the sum: what that
+/// changes is no more than the rounding of the mean itself.
+template <class Config>
+__device__ __forceinline__ void normalize(const BwdStats<Config>& stats, float* values) {
+    const float shift = Config::kLayerNorm ? -stats.mean * stats.rstd : 0.0f;
 #pragma unroll
-    for (int i = 0; i < Config::kRows * Config::kSums; ++i) means[i] = 0.0f;
-#pragma unroll 2  // all four at once would take more registers than there are
-    for (int v = 0; v < Config::kVecs; ++v) {
-        float weight[Config::kPack];
-        weights.get(v, weight);
-#pragma unroll
-        for (int r = 0; r < Config::kRows; ++r) {
-            float dout[Config::kPack];
-            float sum[Config::kPack];
-            stages.get_dout(stage, r, v, dout);
-            stages.get_sum(stage, r, v, sum);
-            float products = 0.0f;
-            float total = 0.0f;
-#pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) {
-                const float dxhat = dout[i] * weight[i];
-                const float xhat = (sum[i] - stats.mean[r]) * stats.rstd[r];
-                products = fmaf(dxhat, xhat, products);
-                total += dxhat;
-            }
-            means[r * Config::kSums] += products;
-            if (Config::kLayerNorm) means[r * Config::kSums + Config::kSums - 1] += total;
-        }
+    for (int i = 0; i < Config::kPack; ++i) {
+        values[i] =
+            Config::kLayerNorm ? fmaf(values[i], stats.rstd, shift) : values[i] * stats.rstd;
     }
-    reducer.sum(means);
-#pragma unroll
-    for (int i = 0; i < Config::kRows * Config::kSums; ++i) means[i] *= problem.inv_hidden_size;
 }
 
-/// Stores dx (and dresidual) of a step and adds to the sums for dweight and dbias.
-template <class Config>
-__device__ __forceinline__ void finish_step(
-    const NormBwdParams& params, const Rounding& rounding, const BwdStages<Config>& stages,
-    int stage, const BwdRows<Config>& rows, const BwdColumns<Config>& columns,
-    const BwdWeight<Config>& weights, const BwdStats<Config>& stats,
-    const float (&means)[Config::kRows * Config::kSums], typename Config::Columns& dweight,
-    typename Config::Columns& dbias) {
+/// The first half of a row: a thread's part of its sums, and of those for dweight and dbias.
+/// kRounds says that the forward pass multiplied the weight by xhat as rounded to x's dtype.
+template <class Config, bool kRounds>
+__device__ __forceinline__ void accumulate_row(const BwdStages<Config>& stages, int stage,
+                                               const BwdWeight<Config>& weights,
+                                               BwdSums<Config>& column_sums, BwdRow<Config>& row) {
+#pragma unroll
+    for (int i = 0; i < Config::kSums; ++i) row.sums[i] = 0.0f;
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
         float weight[Config::kPack];
+        float dout[Config::kPack];
+        float xhat[Config::kPack];
         weights.get(v, weight);
+        stages.get_dout(stage, v, dout);
+        stages.get_sum(stage, v, xhat);
+        normalize(row.stats, xhat);
+        float products = 0.0f;
+        float total = 0.0f;
 #pragma unroll
-        for (int r = 0; r < Config::kRows; ++r) {
-            const float projection = means[r * Config::kSums];
-            const float offset =
-                Config::kLayerNorm ? means[r * Config::kSums + Config::kSums - 1] : 0.0f;
-            float dout[Config::kPack];
-            float xhat[Config::kPack];
-            float dx[Config::kPack];
-            stages.get_dout(stage, r, v, dout);
-            stages.get_sum(stage, r, v, xhat);
+        for (int i = 0; i < Config::kPack; ++i) {
+            const float dxhat = dout[i] * weight[i];
+            products = fmaf(dxhat, xhat[i], products);
+            total += dxhat;
+            if constexpr (Config::kHoldsXhat) row.xhat[v][i] = xhat[i];
+            if constexpr (Config::kHoldsDxhat) row.dxhat[v][i] = dxhat;
+        }
+        row.sums[0] += products;
+        if (Config::kLayerNorm) row.sums[Config::kSums - 1] += total;
+        if (kRounds) {
+            typename Config::XPack rounded;
+            rounded.set(xhat);
+            rounded.get(xhat);
+        }
 #pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) {
-                xhat[i] = (xhat[i] - stats.mean[r]) * stats.rstd[r];
-                dx[i] = fmaf(-xhat[i], projection, dout[i] * weight[i]);
-                if (Config::kLayerNorm) dx[i] -= offset;
-                dx[i] *= stats.rstd[r];
-            }
-            if (params.dresidual_out != nullptr) {
-                float dresidual_out[Config::kPack];
-                stages.get_dresidual_out(stage, r, v, dresidual_out);
+        for (int i = 0; i < Config::kPack; ++i) {
+            column_sums.dweight[v][i] = fmaf(dout[i], xhat[i], column_sums.dweight[v][i]);
+            if (Config::kLayerNorm) column_sums.dbias[v][i] += dout[i];
+        }
+    }
+}
+
+/// xhat and dxhat of a pack, held or computed again.
+template <class Config>
+__device__ __forceinline__ void get_held(const BwdStages<Config>& stages, int stage, int v,
+                                         const BwdWeight<Config>& weights,
+                                         const BwdRow<Config>& row, float* xhat, float* dxhat) {
+    if constexpr (!Config::kHoldsXhat) {
+        stages.get_sum(stage, v, xhat);
+        normalize(row.stats, xhat);
+    }
+    if constexpr (!Config::kHoldsDxhat) {
+        float weight[Config::kPack];
+        weights.get(v, weight);
+        stages.get_dout(stage, v, dxhat);
 #pragma unroll
-                for (int i = 0; i < Config::kPack; ++i) dx[i] += dresidual_out[i];
-            }
-            if (rounding.xhat) {  // the forward pass multiplied the weight by it as rounded
-                typename Config::DoutPack rounded;
-                rounded.set(xhat);
-                rounded.get(xhat);
-            }
+        for (int i = 0; i < Config::kPack; ++i) dxhat[i] *= weight[i];
+    }
 #pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) {
-                dweight[v][i] = fmaf(dout[i], xhat[i], dweight[v][i]);
-                if (Config::kLayerNorm) dbias[v][i] += dout[i];
-            }
-            if (rows.is_row[r] && columns.is_inside(v)) {
-                const int64_t index = rows.rows[r] * params.problem.hidden_size + columns.column(v);
-                store_floats<Config::kXDType, Config::kPack>(params.dx, index, dx);
-                if (params.dresidual != nullptr) {
-                    store_floats<DType::kFloat32, Config::kPack>(params.dresidual, index, dx);
+    for (int i = 0; i < Config::kPack; ++i) {
+        if constexpr (Config::kHoldsXhat) xhat[i] = row.xhat[v][i];
+        if constexpr (Config::kHoldsDxhat) dxhat[i] = row.dxhat[v][i];
+    }
+}
+
+/// The second half of a row:
+///     dx = rstd * (dxhat - xhat * mean(dxhat * xhat) - mean(dxhat)) + dresidual_out
+/// with the mean of dxhat for LayerNorm alone.
+template <class Config>
+__device__ __forceinline__ void store_dx(const NormBwdParams& params,
+                                         const BwdStages<Config>& stages, int stage,
+                                         const Row& place, const RowColumns<Config>& columns,
+                                         const BwdWeight<Config>& weights,
+                                         const BwdRow<Config>& row) {
+    const float scale = row.stats.rstd * params.problem.inv_hidden_size;
+    const float projection = row.sums[0] * scale;
+    const float shift = Config::kLayerNorm ? -row.sums[Config::kSums - 1] * scale : 0.0f;
+    const int64_t start = place.index * params.problem.hidden_size;
+    float dx[Config::kVecs][Config::kPack];
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        float xhat[Config::kPack];
+        get_held<Config>(stages, stage, v, weights, row, xhat, dx[v]);
+#pragma unroll
+        for (int i = 0; i < Config::kPack; ++i) {
+            const float scaled = Config::kLayerNorm ? fmaf(dx[v][i], row.stats.rstd, shift)
+                                                    : dx[v][i] * row.stats.rstd;
+            dx[v][i] = fmaf(-xhat[i], projection, scaled);
+        }
+    }
+    if (params.dresidual_out != nullptr) {
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            float dresidual_out[Config::kPack];
+            stages.get_dresidual_out(stage, v, dresidual_out);
+#pragma unroll
+            for (int i = 0; i < Config::kPack; ++i) dx[v][i] += dresidual_out[i];
+        }
+    }
+    if (!place.is_inside) return;
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        if (!columns.is_inside(v)) continue;
+        store_floats<Config::kXDType, Config::kPack>(params.dx, start + columns.column(v), dx[v]);
+    }
+    if (params.dresidual == nullptr) return;
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        if (!columns.is_inside(v)) continue;
+        store_floats<DType::kFloat32, Config::kPack>(params.dresidual, start + columns.column(v),
+                                                     dx[v]);
+    }
+}
+
+/// Adds up what the row slots of a CTA have of each column, half of the slots to the other half and
+/// so on, and stores the sums: in float32 in the CTA's row of the partial sums, or rounded if there
+/// is no other CTA.
+template <class Config>
+__device__ __forceinline__ void store_column_sums(typename Config::Columns& sums, float4* smem,
+                                                  const RowColumns<Config>& columns, void* target,
+                                                  DType dtype) {
+    constexpr int kWords = Config::kPack / 4;
+    const int slot = threadIdx.y;
+    const auto word = [&](int of_slot, int v, int i) -> float4& {
+        return smem[((of_slot * Config::kVecs + v) * kWords + i) * blockDim.x + threadIdx.x];
+    };
+    for (int count = blockDim.y; count > 1; count = (count + 1) / 2) {
+        const int half = (count + 1) / 2;
+        __syncthreads();  // the others may still read what lies there
+        if (slot >= half && slot < count) {
+#pragma unroll
+            for (int v = 0; v < Config::kVecs; ++v) {
+#pragma unroll
+                for (int i = 0; i < kWords; ++i) {
+                    const float* from = sums[v] + 4 * i;
+                    word(slot, v, i) = make_float4(from[0], from[1], from[2], from[3]);
                 }
             }
-            // Keeps the compiler from loading the next packs before this one is done, for which
-            // there are no registers.
-            if (Config::kVecs > 2) __syncwarp();
+        }
+        __syncthreads();
+        if (slot + half >= count) continue;
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+#pragma unroll
+            for (int i = 0; i < kWords; ++i) {
+                const float4 other = word(slot + half, v, i);
+                sums[v][4 * i] += other.x;
+                sums[v][4 * i + 1] += other.y;
+                sums[v][4 * i + 2] += other.z;
+                sums[v][4 * i + 3] += other.w;
+            }
         }
     }
-}
-
-/// Adds up what the row slots of a CTA have of each column, in fixed order, and writes it: to the
-/// CTA's row of `partial`, or rounded to `target` if there is no other CTA.
-template <class Config>
-__device__ __forceinline__ void store_column_sums(const typename Config::Columns& sums, float* smem,
-                                                  int num_columns, int first_column, float* partial,
-                                                  void* target, DType dtype, bool is_alone) {
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    const int slot_columns = blockDim.x * Config::kVecs * Config::kPack;
-    __syncthreads();  // the others may still read what lies there
+    if (slot != 0) return;
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
-        const int column = (v * blockDim.x + threadIdx.x) * Config::kPack;
-        float* slot = smem + threadIdx.y * slot_columns + column;
-#pragma unroll
-        for (int i = 0; i < Config::kPack; i += 4) {
-            *reinterpret_cast<float4*>(slot + i) =
-                make_float4(sums[v][i], sums[v][i + 1], sums[v][i + 2], sums[v][i + 3]);
-        }
-    }
-    __syncthreads();
-    for (int column = thread; column < num_columns; column += blockDim.x * blockDim.y) {
-        float total = 0.0f;
-        for (int slot = 0; slot < blockDim.y; ++slot) {
-            total += smem[slot * slot_columns + column];
-        }
-        if (is_alone) {
-            store_rounded(target, dtype, first_column + column, total);
+        if (!columns.is_inside(v)) continue;
+        if (dtype == DType::kFloat32) {
+            store_floats<DType::kFloat32, Config::kPack>(target, columns.column(v), sums[v]);
         } else {
-            partial[first_column + column] = total;
+#pragma unroll
+            for (int i = 0; i < Config::kPack; ++i) {
+                store_rounded(target, dtype, columns.column(v) + i, sums[v][i]);
+            }
         }
-    }
-}
-
-__device__ __forceinline__ void wait_for_stage(int num_stages) {
-    // The newest num_stages - 1 copies may be in flight; an instruction takes the number as a
-    // constant.
-    if (num_stages == 1) {
-        ptx::cp_async_wait_group<0>();
-    } else if (num_stages == 2) {
-        ptx::cp_async_wait_group<1>();
-    } else {
-        ptx::cp_async_wait_group<2>();
     }
 }
 
@@ -390,12 +333,12 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kBoundThreads, 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
     extern __shared__ uint4 dynamic_smem[];
-    __shared__ RowSumStorage row_sum_smem;
+    __shared__ RowSumStorage<typename Config::Arch> row_sum_smem;
     const NormBwdParams& params = kernel_params.params;
     const NormProblem& problem = params.problem;
     const Rounding rounding(problem);
     RowReducer<typename Config::Arch> reducer(row_sum_smem);
-    const BwdColumns<Config> columns(problem, reducer);
+    const RowColumns<Config> columns(problem, reducer);
     const ThreadSmem thread_smem(dynamic_smem);
     const BwdStages<Config> stages(thread_smem, params);
     const int num_stages = kernel_params.num_stages;
@@ -406,51 +349,59 @@ __global__ void __launch_bounds__(Config::kBoundThreads, 1)
     for (int stage = 0; stage < num_stages; ++stage) {
         const int step = first_step + stage * num_blocks;
         if (step < kernel_params.num_steps) {
-            stages.copy(params, BwdRows<Config>(problem, step), columns, stage);
+            stages.copy(params, Row(problem, step), columns, stage);
         }
         ptx::cp_async_commit_group();
     }
     const BwdWeight<Config> weights(thread_smem, problem, columns);
-    BwdStats<Config> next_stats;
-    next_stats.load(params, BwdRows<Config>(problem, first_step));
-    typename Config::Columns dweight = {};
-    typename Config::Columns dbias = {};
+    BwdSums<Config> column_sums;
 
-    int stage = 0;
-    for (int step = first_step; step < kernel_params.num_steps; step += num_blocks) {
-        const BwdRows<Config> rows(problem, step);
-        const BwdStats<Config> stats = next_stats;
-        next_stats.load(params, BwdRows<Config>(problem, step + num_blocks));
-        wait_for_stage(num_stages);
-
-        float means[Config::kRows * Config::kSums];
-        row_projections(problem, stages, stage, weights, stats, reducer, means);
-        finish_step(params, rounding, stages, stage, rows, columns, weights, stats, means, dweight,
-                    dbias);
-
-        const int later_step = step + num_stages * num_blocks;
-        if (later_step < kernel_params.num_steps) {
-            stages.copy(params, BwdRows<Config>(problem, later_step), columns, stage);
+    // One row ahead: what a row's sums take between warps and CTAs is hidden by the next row's
+    // first half. `row` is the one that is finished.
+    BwdRow<Config> row, next_row;
+    BwdStats<Config> later_stats(params, Row(problem, first_step));
+    int stage = num_stages - 1;
+    for (int step = first_step - num_blocks; step < kernel_params.num_steps; step += num_blocks) {
+        const int next_step = step + num_blocks;
+        const int next_stage = stage + 1 == num_stages ? 0 : stage + 1;
+        if (next_step < kernel_params.num_steps) {
+            next_row.stats = later_stats;
+            later_stats = BwdStats<Config>(params, Row(problem, next_step + num_blocks));
+            wait_for_stage(num_stages - 1);
+            if (rounding.xhat) {
+                accumulate_row<Config, true>(stages, next_stage, weights, column_sums, next_row);
+            } else {
+                accumulate_row<Config, false>(stages, next_stage, weights, column_sums, next_row);
+            }
+            reducer.send(next_row.sums);
         }
-        ptx::cp_async_commit_group();
-        stage = stage + 1 == num_stages ? 0 : stage + 1;
+        if (step >= first_step) {
+            reducer.receive(row.sums);
+            store_dx(params, stages, stage, Row(problem, step), columns, weights, row);
+            const int later_step = step + num_stages * num_blocks;
+            if (later_step < kernel_params.num_steps) {
+                stages.copy(params, Row(problem, later_step), columns, stage);
+            }
+            ptx::cp_async_commit_group();
+        }
+        reducer.sync();
+        row = next_row;
+        stage = next_stage;
     }
 
-    const bool is_alone = num_blocks == 1;
-    const int first_column = columns.first - threadIdx.x * Config::kPack;
-    const int num_columns = columns.end - first_column;
-    float* smem = reinterpret_cast<float*>(dynamic_smem);
-    const int64_t partial_row = int64_t{first_step} * problem.hidden_size;
     ptx::cp_async_wait_group<0>();
+    float4* smem = reinterpret_cast<float4*>(dynamic_smem);
+    const int64_t partial_row = int64_t{first_step} * problem.hidden_size;
+    const bool is_alone = num_blocks == 1;
     if (params.dweight != nullptr) {
-        store_column_sums<Config>(dweight, smem, num_columns, first_column,
-                                  kernel_params.dweight_partial + partial_row, params.dweight,
-                                  problem.weight_dtype, is_alone);
+        void* target = is_alone ? params.dweight : kernel_params.dweight_partial + partial_row;
+        store_column_sums<Config>(column_sums.dweight, smem, columns, target,
+                                  is_alone ? problem.weight_dtype : DType::kFloat32);
     }
     if (Config::kLayerNorm && params.dbias != nullptr) {
-        store_column_sums<Config>(dbias, smem, num_columns, first_column,
-                                  kernel_params.dbias_partial + partial_row, params.dbias,
-                                  params.dbias_dtype, is_alone);
+        void* target = is_alone ? params.dbias : kernel_params.dbias_partial + partial_row;
+        store_column_sums<Config>(column_sums.dbias, smem, columns, target,
+                                  is_alone ? params.dbias_dtype : DType::kFloat32);
     }
 }
 

@@ -6,13 +6,14 @@
 #include "norms/norm_math.cuh"
 #include "norms/row_sums.cuh"
 
-// The backward pass of both norms for any size and alignment: one kernel for dx, which reads each
-// row twice, one for the sums of dweight and dbias; and the last stage of those sums, which the
-// other backward kernels share.
+// The backward pass of both norms for any size and alignment, and for few rows: one kernel, some of
+// whose CTAs compute dx, reading each row twice, and others the sums for dweight and dbias. And the
+// last stage of those sums, which the other backward kernel shares.
 
 namespace flash_attn_norm {
 
 constexpr int kLoopThreads = 512;
+constexpr int kTileColumns = 32;
 
 /// dout, xhat and dxhat = dout * weight of kWidth columns of one row.
 template <DType kXDType, int kWidth>
@@ -35,14 +36,11 @@ struct LoopColumns {
     }
 };
 
+/// dx of one row per row slot.
 template <DType kXDType, int kWidth, class Arch>
-__global__ void __launch_bounds__(kLoopThreads)
-    norm_bwd_loop_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
-    __shared__ RowSumStorage smem;
-    const NormBwdParams& params = kernel_params.params;
+__device__ __forceinline__ void loop_dx(const NormBwdParams& params, RowReducer<Arch>& reducer,
+                                        int64_t row) {
     const NormProblem& problem = params.problem;
-    RowReducer<Arch> reducer(smem);
-    const int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
     const bool is_row = row < problem.rows.num_rows;
     const int64_t dout_offset = row_offset(problem.rows, params.dout_strides, row);
     const int64_t sum_offset = row_offset(problem.rows, params.sum_strides, row);
@@ -51,7 +49,6 @@ __global__ void __launch_bounds__(kLoopThreads)
     const int64_t first = int64_t{threadIdx.x} * kWidth;
     const int64_t end = is_row ? problem.hidden_size : 0;
     const int64_t step = int64_t{blockDim.x} * kWidth;
-    wait_for_earlier_kernels<Arch>();
 
     const float rstd = is_row ? params.rstd[row] : 0.0f;
     const float mean = is_row && problem.is_layer_norm ? params.mean[row] : 0.0f;
@@ -92,89 +89,110 @@ __global__ void __launch_bounds__(kLoopThreads)
     }
 }
 
-constexpr int kTileColumns = 32;
-
-/// Sums of a tile of columns over the row groups of a CTA, in fixed order; in every thread of
-/// group 0. All threads call it.
-template <int kGroups>
-__device__ __forceinline__ float sum_groups(float value, float (&smem)[kGroups][kTileColumns]) {
-    __syncthreads();
-    smem[threadIdx.y][threadIdx.x] = value;
-    __syncthreads();
-    float total = 0.0f;
-    if (threadIdx.y == 0) {
-#pragma unroll 8
-        for (int group = 0; group < kGroups; ++group) total += smem[group][threadIdx.x];
-    }
-    return total;
-}
-
-constexpr int kColumnGroups = 8;
-
-/// First stage of dweight and dbias: each CTA sums a tile of columns over a run of rows.
-template <DType kXDType, class Arch>
-__global__ void __launch_bounds__(kTileColumns* kColumnGroups)
-    norm_bwd_columns_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
-    __shared__ float smem[kColumnGroups][kTileColumns];
+/// The sums for dweight and dbias of a tile of columns over a run of rows: one of the partial sums,
+/// or the gradients where there is one run only.
+template <DType kXDType>
+__device__ __forceinline__ void loop_columns(const NormBwdKernelParams& kernel_params,
+                                             int64_t block) {
+    constexpr int kMaxGroups = kLoopThreads / kTileColumns;
+    __shared__ float smem[2][kMaxGroups][kTileColumns];
     const NormBwdParams& params = kernel_params.params;
     const NormProblem& problem = params.problem;
     const Rounding rounding(problem);
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+    const int lane = thread % kTileColumns;
+    const int group = thread / kTileColumns;
+    const int num_groups = blockDim.x * blockDim.y / kTileColumns;
     const int64_t num_tiles = (problem.hidden_size + kTileColumns - 1) / kTileColumns;
-    const int64_t partial = blockIdx.x / num_tiles;
-    const int64_t column = (blockIdx.x % num_tiles) * kTileColumns + threadIdx.x;
+    const int64_t partial = block / num_tiles;
+    const int64_t column = (block % num_tiles) * kTileColumns + lane;
     const int64_t first_row = partial * kernel_params.rows_per_partial;
     const int64_t last_row = first_row + kernel_params.rows_per_partial;
     const int64_t end_row = last_row < problem.rows.num_rows ? last_row : problem.rows.num_rows;
     const bool is_column = column < problem.hidden_size;
-    wait_for_earlier_kernels<Arch>();
 
-    float dweight = 0.0f;
-    float dbias = 0.0f;
-    for (int64_t row = first_row + threadIdx.y; is_column && row < end_row; row += kColumnGroups) {
-        float dout[1];
-        float xhat[1];
-        load_as_floats<1>(params.dout, kXDType,
-                          row_offset(problem.rows, params.dout_strides, row) + column, dout);
-        load_as_floats<1>(params.sum, problem.sum_dtype,
-                          row_offset(problem.rows, params.sum_strides, row) + column, xhat);
+    float sums[2] = {0.0f, 0.0f};
+#pragma unroll 8  // so that eight rows are requested before the first is used
+    for (int64_t row = first_row + group; row < end_row; row += num_groups) {
+        float dout[1] = {0.0f};
+        float xhat[1] = {0.0f};
+        if (is_column) {
+            load_as_floats<1>(params.dout, kXDType,
+                              row_offset(problem.rows, params.dout_strides, row) + column, dout);
+            load_as_floats<1>(params.sum, problem.sum_dtype,
+                              row_offset(problem.rows, params.sum_strides, row) + column, xhat);
+        }
         const float mean = problem.is_layer_norm ? params.mean[row] : 0.0f;
         xhat[0] = (xhat[0] - mean) * params.rstd[row];
         if (rounding.xhat) xhat[0] = round_to<kXDType>(xhat[0]);
-        dweight = fmaf(dout[0], xhat[0], dweight);
-        dbias += dout[0];
+        sums[0] = fmaf(dout[0], xhat[0], sums[0]);
+        sums[1] += dout[0];
     }
-    const bool stores = threadIdx.y == 0 && is_column;
-    const int64_t index = partial * problem.hidden_size + column;
-    dweight = sum_groups<kColumnGroups>(dweight, smem);
-    if (stores && params.dweight != nullptr) kernel_params.dweight_partial[index] = dweight;
-    dbias = sum_groups<kColumnGroups>(dbias, smem);
-    if (stores && params.dbias != nullptr) kernel_params.dbias_partial[index] = dbias;
+    smem[0][group][lane] = sums[0];
+    smem[1][group][lane] = sums[1];
+    __syncthreads();
+    if (group > 1 || !is_column) return;
+    void* target = group == 0 ? params.dweight : params.dbias;
+    if (target == nullptr) return;
+    float total = 0.0f;
+    for (int i = 0; i < num_groups; ++i) total += smem[group][i][lane];
+    if (kernel_params.num_partials == 1) {
+        store_rounded(target, group == 0 ? problem.weight_dtype : params.dbias_dtype, column,
+                      total);
+    } else {
+        float* partials = group == 0 ? kernel_params.dweight_partial : kernel_params.dbias_partial;
+        partials[partial * problem.hidden_size + column] = total;
+    }
 }
 
-constexpr int kFinalGroups = 32;
+/// The first num_dx_ctas CTAs compute dx, the others the sums. At least two warps a CTA.
+template <DType kXDType, int kWidth, class Arch>
+__global__ void __launch_bounds__(kLoopThreads)
+    norm_bwd_loop_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
+    __shared__ RowSumStorage<Arch> smem;
+    RowReducer<Arch> reducer(smem);
+    wait_for_earlier_kernels<Arch>();
+    if (blockIdx.x < kernel_params.num_dx_ctas) {
+        loop_dx<kXDType, kWidth>(kernel_params.params, reducer,
+                                 int64_t{blockIdx.x} * blockDim.y + threadIdx.y);
+    } else {
+        loop_columns<kXDType>(kernel_params, blockIdx.x - kernel_params.num_dx_ctas);
+    }
+}
 
-/// Last stage of dweight and dbias: the partial sums in fixed order, rounded once. Zero without
-/// any. The first half of the CTAs does dweight, the second dbias; or all do the one there is.
+constexpr int kFinalThreads = 1024;
+
+/// Last stage of dweight and dbias: blockDim.x columns of the partial sums a CTA, in fixed order,
+/// rounded once. Zero without any. The first half of the CTAs does dweight, the second dbias; or
+/// all do the one there is. blockDim.y is a power of two.
 template <class Arch>
-__global__ void __launch_bounds__(kTileColumns* kFinalGroups)
+__global__ void __launch_bounds__(kFinalThreads)
     norm_bwd_final_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
-    __shared__ float smem[kFinalGroups][kTileColumns];
+    __shared__ float smem[kFinalThreads];
     const NormBwdParams& params = kernel_params.params;
     const int64_t hidden_size = params.problem.hidden_size;
-    const int64_t num_tiles = (hidden_size + kTileColumns - 1) / kTileColumns;
+    const int64_t num_tiles = (hidden_size + blockDim.x - 1) / blockDim.x;
     const bool is_bias = params.dweight == nullptr || blockIdx.x >= num_tiles;
-    const int64_t column = (blockIdx.x % num_tiles) * kTileColumns + threadIdx.x;
+    const int64_t column = (blockIdx.x % num_tiles) * blockDim.x + threadIdx.x;
+    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
     const float* partial = is_bias ? kernel_params.dbias_partial : kernel_params.dweight_partial;
     wait_for_earlier_kernels<Arch>();
 
     float sum = 0.0f;
     if (column < hidden_size) {
 #pragma unroll 8
-        for (int64_t i = threadIdx.y; i < kernel_params.num_partials; i += kFinalGroups) {
+        for (int64_t i = threadIdx.y; i < kernel_params.num_partials; i += blockDim.y) {
             sum += partial[i * hidden_size + column];
         }
     }
-    sum = sum_groups<kFinalGroups>(sum, smem);
+    smem[thread] = sum;
+    for (int groups = blockDim.y / 2; groups > 0; groups /= 2) {
+        __syncthreads();
+        if (threadIdx.y < groups) {
+            sum += smem[thread + groups * blockDim.x];
+            smem[thread] = sum;
+        }
+    }
     if (threadIdx.y != 0 || column >= hidden_size) return;
     store_rounded(is_bias ? params.dbias : params.dweight,
                   is_bias ? params.dbias_dtype : params.problem.weight_dtype, column, sum);

@@ -12,9 +12,12 @@ struct NormBwdKernelParams {
     int64_t num_partials = 0;          // rows of the arrays below
     float* dweight_partial = nullptr;  // [num_partials, hidden_size], in params.workspace
     float* dbias_partial = nullptr;    // [num_partials, hidden_size]
-    int64_t rows_per_partial = 0;      // where each has a run of rows
-    int num_steps = 0;                 // of row_slots * kRows rows each; more do not fit in memory
-    int num_stages = 1;                // steps in flight
+    // The persistent kernel.
+    int num_steps = 0;   // of row_slots rows each; more do not fit in memory
+    int num_stages = 1;  // steps in flight
+    // The loop kernel.
+    int64_t num_dx_ctas = 0;       // the others compute partial sums
+    int64_t rows_per_partial = 0;  // where each has a run of rows
 };
 
 }  // namespace flash_attn_norm

@@ -13,19 +13,14 @@
 
 namespace flash_attn_norm {
 
-/// The kernel for dx and where the sums of dweight and dbias come from: from that kernel, or from
-/// a second one; and whether a last stage adds them up.
+/// The kernel for dx and the partial sums of dweight and dbias, and whether a last stage adds them
+/// up.
 struct BwdPlan {
     using Kernel = void (*)(NormBwdKernelParams);
 
-    Kernel dx_kernel = nullptr;
-    LaunchShape dx_shape;
-    Kernel columns_kernel = nullptr;
-    LaunchShape columns_shape;
-    int64_t num_partials = 0;
-    int64_t num_steps = 0;
-    int64_t rows_per_partial = 0;
-    int num_stages = 1;
+    Kernel kernel = nullptr;
+    LaunchShape shape;
+    NormBwdKernelParams params;
     bool needs_final = false;
 };
 
@@ -43,144 +38,156 @@ inline bool has_aligned_rows(const NormBwdParams& params) {
            is_aligned(problem.weight) && is_aligned(params.dx) && is_aligned(params.dresidual);
 }
 
-/// CTAs of a persistent kernel: as many per multiprocessor as registers, threads and two stages of
-/// shared memory each allow. False if not even one stage fits.
+/// Fills in the CTAs of a persistent kernel, as many as fit at a time, and the steps in flight.
+/// False if not even two steps fit.
 template <class Config>
-bool size_persistent_kernel(const NormBwdParams& params, int cluster_size, BwdPlan& plan) {
-    static std::atomic<int> ready[kMaxDevices];
+bool size_persistent_kernel(int cluster_size, BwdPlan& plan) {
+    static KernelLimits limits;
     const DeviceLimits& device = current_device_limits();
     const int registers =
-        prepare_kernel(reinterpret_cast<const void*>(&norm_bwd_kernel<Config>), device, ready);
+        prepare_kernel(reinterpret_cast<const void*>(plan.kernel), device, limits);
     constexpr int kRegistersPerSm = 65536;
-    constexpr int kStaticBytes = 2048;  // RowSumStorage and what the system takes of each CTA
-    constexpr int kMaxStages = 3;
-    const int threads = plan.dx_shape.threads();
-    const int words = stage_words<Config>(params.dresidual_out != nullptr);
-    int ctas_per_sm = std::min(kRegistersPerSm / ((registers + 7) / 8 * 8 * threads),
-                               device.threads_per_sm / threads);
-    ctas_per_sm = std::max(1, std::min(ctas_per_sm, 4));
+    constexpr int kSystemBytes = 1024;  // of shared memory, that the system takes of each CTA
+    constexpr int kStaticBytes = sizeof(RowSumStorage<typename Config::Arch>) + 64;
+    const NormBwdParams& params = plan.params.params;
+    const int threads = plan.shape.threads();
+    const int step_words = stage_words<Config>(params.dresidual_out != nullptr);
+    const auto shared_bytes = [&](int stages) {
+        return (Config::kWeightWords + stages * step_words) * 16 * threads;
+    };
+    const int by_registers = kRegistersPerSm / ((registers + 7) / 8 * 8 * threads);
+    const int by_threads = device.threads_per_sm / threads;
+    int ctas_per_sm = std::clamp(std::min(by_registers, by_threads), 1, kMaxCtasPerSm);
     for (; ctas_per_sm > 0; --ctas_per_sm) {
-        const int bytes =
-            std::min(device.shared_bytes_per_sm / ctas_per_sm, device.shared_bytes_per_cta) -
-            kStaticBytes;
+        const int bytes = std::min(device.shared_bytes_per_sm / ctas_per_sm - kSystemBytes,
+                                   device.shared_bytes_per_cta) -
+                          kStaticBytes;
         int stages = kMaxStages;
-        while (stages > 0 && thread_words<Config>(words, stages) * 16 * threads > bytes) --stages;
-        if (stages >= 2 || (stages == 1 && ctas_per_sm == 1)) {
-            plan.num_stages = stages;
-            plan.dx_shape.shared_bytes = thread_words<Config>(words, stages) * 16 * threads;
-            break;
-        }
+        while (stages > 1 && shared_bytes(stages) > bytes) --stages;
+        if (stages == 1) continue;
+        plan.params.num_stages = stages;
+        plan.shape.shared_bytes = shared_bytes(stages);
+        break;
     }
     if (ctas_per_sm == 0) return false;
 
-    const int64_t rows_per_step = int64_t{plan.dx_shape.row_slots} * Config::kRows;
-    plan.num_steps = (params.problem.rows.num_rows + rows_per_step - 1) / rows_per_step;
-    const int64_t max_blocks = std::max(1, device.num_sms / cluster_size) * ctas_per_sm;
-    // So few rows that one CTA and no last stage take less time than two launches.
-    constexpr int64_t kStepsAlone = 4;
-    const bool is_alone = wants_column_sums(params) && plan.num_steps <= kStepsAlone;
-    plan.num_partials = is_alone ? 1 : std::min(plan.num_steps, max_blocks);
-    plan.dx_shape.num_ctas = plan.num_partials * cluster_size;
-    plan.needs_final = wants_column_sums(params) && plan.num_partials > 1;
+    int64_t blocks = int64_t{device.num_sms} * ctas_per_sm;
+    if (cluster_size > 1) {
+        blocks = max_clusters(reinterpret_cast<const void*>(plan.kernel), plan.shape, ctas_per_sm,
+                              device, limits);
+    }
+    const int64_t rows = params.problem.rows.num_rows;
+    const int64_t num_steps = (rows + plan.shape.row_slots - 1) / plan.shape.row_slots;
+    plan.params.num_steps = static_cast<int>(num_steps);
+    plan.params.num_partials = std::max<int64_t>(1, std::min(num_steps, blocks));
+    plan.shape.num_ctas = plan.params.num_partials * cluster_size;
+    plan.needs_final = wants_column_sums(params) && plan.params.num_partials > 1;
     return true;
 }
 
 template <class Config>
-bool plan_persistent_kernel(const NormBwdParams& params, int cluster_size, BwdPlan& plan) {
+bool plan_persistent_kernel(int cluster_size, BwdPlan& plan) {
     constexpr int kThreads = 256;
-    const int64_t packs = params.problem.hidden_size / Config::kPack;
+    const int64_t packs = plan.params.params.problem.hidden_size / Config::kPack;
     const int64_t packs_per_cta = (packs + cluster_size - 1) / cluster_size;
-    plan.dx_kernel = &norm_bwd_kernel<Config>;
-    plan.dx_shape.threads_per_row =
-        threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
-    plan.dx_shape.row_slots = row_slots_for(plan.dx_shape.threads_per_row, kThreads);
-    plan.dx_shape.cluster_size = cluster_size;
-    return size_persistent_kernel<Config>(params, cluster_size, plan);
+    plan.kernel = &norm_bwd_kernel<Config>;
+    plan.shape.threads_per_row = threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
+    plan.shape.row_slots =
+        cluster_size > 1 ? 1 : row_slots_for(plan.shape.threads_per_row, kThreads);
+    plan.shape.cluster_size = cluster_size;
+    return size_persistent_kernel<Config>(cluster_size, plan);
 }
 
 template <DType kXDType, DType kSumDType, bool kLayerNorm, class Arch>
-bool plan_persistent(const NormBwdParams& params, BwdPlan& plan) {
-    if (!has_aligned_rows(params)) return false;
-    using ShortRows = BwdConfig<kXDType, kSumDType, kLayerNorm, 1, 4, Arch>;
-    using LongRows = BwdConfig<kXDType, kSumDType, kLayerNorm, 2, 1, Arch>;
-    // LayerNorm and a float32 sum beside a 16-bit x have no registers for more packs a thread.
-    constexpr int kMostVecs = kLayerNorm || kSumDType != kXDType ? 2 : 4;
-    using LongestRows = BwdConfig<kXDType, kSumDType, kLayerNorm, kMostVecs, 1, Arch>;
-    constexpr int kMaxCluster = Arch::kHasClusters ? kMaxClusterSize : 1;
-    const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
-    if (packs <= 32) return plan_persistent_kernel<ShortRows>(params, 1, plan);
-    if (packs <= LongRows::kVecs * LongRows::kMaxThreads) {
-        return plan_persistent_kernel<LongRows>(params, 1, plan);
+bool plan_persistent(BwdPlan& plan) {
+    using Rows = BwdConfig<kXDType, kSumDType, kLayerNorm, 16 / pack_size(kXDType), Arch>;
+    const int64_t packs = plan.params.params.problem.hidden_size / Rows::kPack;
+    constexpr int64_t kPacksPerCta = Rows::kVecs * Rows::kMaxThreads;
+    // Two CTAs of half the size that share a multiprocessor take turns; one alone waits for itself.
+    if (Arch::kMaxClusterSize > 1 && packs > kPacksPerCta / 2 && packs <= kPacksPerCta) {
+        return plan_persistent_kernel<Rows>(2, plan);
     }
-    constexpr int64_t kMostPacks = LongestRows::kVecs * LongestRows::kMaxThreads;
-    for (int cluster_size = 1; cluster_size <= kMaxCluster; cluster_size *= 2) {
-        if (packs <= cluster_size * kMostPacks) {
-            return plan_persistent_kernel<LongestRows>(params, cluster_size, plan);
+    for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
+        if (packs <= cluster_size * kPacksPerCta) {
+            return plan_persistent_kernel<Rows>(cluster_size, plan);
         }
     }
     return false;
 }
 
+/// Few rows: one launch, in which every column of dweight is summed up by one CTA.
+constexpr int64_t kFewRows = 128;
+
 template <DType kXDType, class Arch>
-BwdPlan plan_loop(const NormBwdParams& params) {
+void plan_loop(bool is_aligned, BwdPlan& plan) {
+    const NormBwdParams& params = plan.params.params;
     const NormProblem& problem = params.problem;
     constexpr int kPack = pack_size(kXDType);
-    const bool is_aligned = has_aligned_rows(params);
-    BwdPlan plan;
-    plan.dx_kernel = is_aligned ? &norm_bwd_loop_kernel<kXDType, kPack, Arch>
-                                : &norm_bwd_loop_kernel<kXDType, 1, Arch>;
-    plan.dx_shape.threads_per_row =
-        threads_for_row(problem.hidden_size, is_aligned ? 4 * kPack : 4, kLoopThreads);
-    plan.dx_shape.row_slots = row_slots_for(plan.dx_shape.threads_per_row, 128);
-    plan.dx_shape.num_ctas =
-        (problem.rows.num_rows + plan.dx_shape.row_slots - 1) / plan.dx_shape.row_slots;
-    if (!wants_column_sums(params)) return plan;
+    plan.kernel = is_aligned ? &norm_bwd_loop_kernel<kXDType, kPack, Arch>
+                             : &norm_bwd_loop_kernel<kXDType, 1, Arch>;
+    // Each thread one pack of a row, if there are few rows: there are threads enough.
+    const int columns_per_thread = problem.rows.num_rows <= kFewRows ? 1 : 4;
+    plan.shape.threads_per_row = threads_for_row(
+        problem.hidden_size, columns_per_thread * (is_aligned ? kPack : 1), kLoopThreads);
+    plan.shape.row_slots = row_slots_for(plan.shape.threads_per_row, kLoopThreads);
+    plan.params.num_dx_ctas =
+        (problem.rows.num_rows + plan.shape.row_slots - 1) / plan.shape.row_slots;
+    plan.shape.num_ctas = plan.params.num_dx_ctas;
+    if (!wants_column_sums(params)) return;
 
     constexpr int64_t kMinRowsPerPartial = 64;
     constexpr int64_t kCtasPerSm = 8;
     const int64_t num_tiles = (problem.hidden_size + kTileColumns - 1) / kTileColumns;
     const int64_t wanted = current_device_limits().num_sms * kCtasPerSm / num_tiles;
     const int64_t most = (problem.rows.num_rows + kMinRowsPerPartial - 1) / kMinRowsPerPartial;
-    const int64_t partials = std::max<int64_t>(1, std::min(wanted, most));
-    plan.rows_per_partial = (problem.rows.num_rows + partials - 1) / partials;
-    plan.num_partials = (problem.rows.num_rows + plan.rows_per_partial - 1) / plan.rows_per_partial;
-    plan.columns_kernel = &norm_bwd_columns_kernel<kXDType, Arch>;
-    plan.columns_shape.threads_per_row = kTileColumns;
-    plan.columns_shape.row_slots = kColumnGroups;
-    plan.columns_shape.num_ctas = num_tiles * plan.num_partials;
-    plan.needs_final = true;
-    return plan;
+    const int64_t partials =
+        problem.rows.num_rows <= kFewRows ? 1 : std::max<int64_t>(1, std::min(wanted, most));
+    plan.params.rows_per_partial = (problem.rows.num_rows + partials - 1) / partials;
+    plan.params.num_partials =
+        (problem.rows.num_rows + plan.params.rows_per_partial - 1) / plan.params.rows_per_partial;
+    plan.shape.num_ctas += num_tiles * plan.params.num_partials;
+    plan.needs_final = plan.params.num_partials > 1;
 }
 
 template <DType kXDType, class Arch>
-BwdPlan plan_norm_bwd_dtype(const NormBwdParams& params) {
-    BwdPlan plan;
+void plan_norm_bwd_dtype(BwdPlan& plan) {
+    const NormBwdParams& params = plan.params.params;
+    const bool is_aligned = has_aligned_rows(params);
     const bool is_wide = params.problem.sum_dtype != kXDType;
     constexpr DType kWide = DType::kFloat32;
-    const bool fits =
-        params.problem.is_layer_norm
-            ? (is_wide ? plan_persistent<kXDType, kWide, true, Arch>(params, plan)
-                       : plan_persistent<kXDType, kXDType, true, Arch>(params, plan))
-            : (is_wide ? plan_persistent<kXDType, kWide, false, Arch>(params, plan)
-                       : plan_persistent<kXDType, kXDType, false, Arch>(params, plan));
-    return fits ? plan : plan_loop<kXDType, Arch>(params);
+    bool fits = false;
+    if (!is_aligned || params.problem.rows.num_rows <= kFewRows) {
+        // the loop kernel
+    } else if (params.problem.is_layer_norm) {
+        fits = is_wide ? plan_persistent<kXDType, kWide, true, Arch>(plan)
+                       : plan_persistent<kXDType, kXDType, true, Arch>(plan);
+    } else {
+        fits = is_wide ? plan_persistent<kXDType, kWide, false, Arch>(plan)
+                       : plan_persistent<kXDType, kXDType, false, Arch>(plan);
+    }
+    if (!fits) plan_loop<kXDType, Arch>(is_aligned, plan);
 }
 
 template <class Arch>
 BwdPlan plan_norm_bwd(const NormBwdParams& params) {
+    BwdPlan plan;
+    plan.params.params = params;
     if (params.problem.rows.num_rows == 0) {  // zero gradients
-        BwdPlan plan;
         plan.needs_final = wants_column_sums(params);
         return plan;
     }
     switch (params.problem.x_dtype) {
         case DType::kFloat32:
-            return plan_norm_bwd_dtype<DType::kFloat32, Arch>(params);
+            plan_norm_bwd_dtype<DType::kFloat32, Arch>(plan);
+            break;
         case DType::kBFloat16:
-            return plan_norm_bwd_dtype<DType::kBFloat16, Arch>(params);
-        default:
-            return plan_norm_bwd_dtype<DType::kFloat16, Arch>(params);
+            plan_norm_bwd_dtype<DType::kBFloat16, Arch>(plan);
+            break;
+        case DType::kFloat16:
+            plan_norm_bwd_dtype<DType::kFloat16, Arch>(plan);
+            break;
     }
+    return plan;
 }
 
 template <class Arch>
@@ -188,39 +195,44 @@ int64_t norm_bwd_workspace(const NormBwdParams& params) {
     const BwdPlan plan = plan_norm_bwd<Arch>(params);
     const int num_sums = (params.dweight != nullptr) + (params.dbias != nullptr);
     if (!plan.needs_final) return 0;
-    return num_sums * plan.num_partials * params.problem.hidden_size *
+    return num_sums * plan.params.num_partials * params.problem.hidden_size *
            static_cast<int64_t>(sizeof(float));
+}
+
+/// The last stage of dweight and dbias. Narrow tiles where there are few columns, so that more
+/// multiprocessors take part.
+template <class Arch>
+LaunchShape final_shape(const NormBwdParams& params) {
+    const int64_t hidden_size = params.problem.hidden_size;
+    LaunchShape shape;
+    shape.threads_per_row = hidden_size <= 2048 ? 8 : kTileColumns;
+    shape.row_slots = kFinalThreads / shape.threads_per_row;
+    const int num_sums = (params.dweight != nullptr) + (params.dbias != nullptr);
+    const int64_t tiles = (hidden_size + shape.threads_per_row - 1) / shape.threads_per_row;
+    shape.num_ctas = tiles * num_sums;
+    return shape;
 }
 
 template <class Arch>
 void launch_norm_bwd(const NormBwdParams& params, cudaStream_t stream) {
-    const BwdPlan plan = plan_norm_bwd<Arch>(params);
-    NormBwdKernelParams kernel_params;
-    kernel_params.params = params;
-    kernel_params.num_partials = plan.num_partials;
-    kernel_params.num_steps = static_cast<int>(plan.num_steps);
-    kernel_params.rows_per_partial = plan.rows_per_partial;
-    kernel_params.num_stages = plan.num_stages;
+    BwdPlan plan = plan_norm_bwd<Arch>(params);
     float* workspace = static_cast<float*>(params.workspace);
-    kernel_params.dweight_partial = workspace;
-    kernel_params.dbias_partial = params.dweight == nullptr
-                                      ? workspace
-                                      : workspace + plan.num_partials * params.problem.hidden_size;
-
-    if (plan.dx_kernel != nullptr) {
-        launch<Arch>(plan.dx_kernel, plan.dx_shape, kernel_params, "norm_bwd", stream);
-    }
-    if (plan.columns_kernel != nullptr) {
-        launch<Arch>(plan.columns_kernel, plan.columns_shape, kernel_params, "norm_bwd_columns",
-                     stream);
+    plan.params.dweight_partial = workspace;
+    plan.params.dbias_partial =
+        params.dweight == nullptr
+            ? workspace
+            : workspace + plan.params.num_partials * params.problem.hidden_size;
+    if (plan.kernel != nullptr) {
+        launch<Arch>(plan.kernel, plan.shape, plan.params, "norm_bwd", stream);
     }
     if (!plan.needs_final) return;
-    LaunchShape shape;
-    shape.threads_per_row = kTileColumns;
-    shape.row_slots = kFinalGroups;
-    const int num_sums = (params.dweight != nullptr) + (params.dbias != nullptr);
-    shape.num_ctas = (params.problem.hidden_size + kTileColumns - 1) / kTileColumns * num_sums;
-    launch<Arch>(&norm_bwd_final_kernel<Arch>, shape, kernel_params, "norm_bwd_final", stream);
+    // The same division into L1 and shared memory as before: changing it takes an idle
+    // multiprocessor.
+    static KernelLimits limits;
+    prepare_kernel(reinterpret_cast<const void*>(&norm_bwd_final_kernel<Arch>),
+                   current_device_limits(), limits);
+    launch<Arch>(&norm_bwd_final_kernel<Arch>, final_shape<Arch>(params), plan.params,
+                 "norm_bwd_final", stream);
 }
 
 }  // namespace flash_attn_norm

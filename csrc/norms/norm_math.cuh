@@ -23,11 +23,15 @@ struct Rounding {
 template <int kCount>
 __device__ __forceinline__ void add_weight_offset(const NormProblem& problem, float* weight) {
     if (problem.weight_offset == 0.0f) return;
-    const bool rounds = problem.casting_mode != CastingMode::kGemma;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        weight[i] += problem.weight_offset;
-        if (rounds) weight[i] = round_to(weight[i], problem.weight_dtype);
+    for (int i = 0; i < kCount; ++i) weight[i] += problem.weight_offset;
+    if (problem.casting_mode == CastingMode::kGemma) return;
+    if (problem.weight_dtype == DType::kBFloat16) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) weight[i] = round_to<DType::kBFloat16>(weight[i]);
+    } else if (problem.weight_dtype == DType::kFloat16) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) weight[i] = round_to<DType::kFloat16>(weight[i]);
     }
 }
 

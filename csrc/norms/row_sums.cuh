@@ -11,30 +11,40 @@
 
 namespace flash_attn_norm {
 
-constexpr int kMaxClusterSize = 8;
+constexpr int kMaxRowWarps = 16;  // of one CTA
 
-/// Shared memory of RowReducer. Two sets, used in turn, so that one barrier a call is enough.
+/// Shared memory of RowReducer. Rows take turns with the sets of sums: see RowReducer.
+template <class Arch>
 struct RowSumStorage {
-    float warp_sums[2][2][32];
-    float cta_sums[2][2][kMaxClusterSize];
-    uint64_t barriers[2];
+    static constexpr int kSets = 4;
+    static constexpr int kMaxSums = Arch::kMaxClusterSize * kMaxRowWarps;
+    float warp_sums[kSets][2][kMaxSums];
+    uint64_t barriers[kSets];
 };
 
 /// Sums over the threads that work on one row: threadIdx.x of blockDim.x threads in each of
 /// blockDim.y row slots, in each CTA of a cluster. blockDim.x is a power of two below 32 or a
-/// multiple of 32; a cluster has one row slot.
+/// multiple of 32 up to 512; a cluster has one row slot. The order of additions is fixed.
+///
+/// send(), sync() and receive() are called by all threads for one row after the other. The next row
+/// may be sent before a row is received, so that other work hides what the exchange takes:
+///     send(0)  sync  send(1) receive(0)  sync  send(2) receive(1)  sync ...
+/// In a cluster, whoever sends row n + 2 has received row n, so all threads have sent n and
+/// received n - 2: four sets of sums are enough. In one CTA sync() is a barrier, and two would be.
 template <class Arch>
 class RowReducer {
   public:
     /// All threads of the cluster construct it at the same point.
-    __device__ explicit RowReducer(RowSumStorage& smem) : smem_(smem) {
+    __device__ explicit RowReducer(RowSumStorage<Arch>& smem) : smem_(smem) {
         if constexpr (Arch::kHasClusters) {
             cluster_rank_ = ptx::cluster_cta_rank();
             cluster_size_ = ptx::cluster_num_ctas();
             if (cluster_size_ == 1) return;
             if (threadIdx.x == 0) {
-                ptx::mbarrier_init(ptx::shared_address(&smem_.barriers[0]), 1);
-                ptx::mbarrier_init(ptx::shared_address(&smem_.barriers[1]), 1);
+#pragma unroll
+                for (int set = 0; set < RowSumStorage<Arch>::kSets; ++set) {
+                    ptx::mbarrier_init(ptx::shared_address(&smem_.barriers[set]), 1);
+                }
                 ptx::fence_mbarrier_init();
             }
             ptx::cluster_arrive();
@@ -48,91 +58,116 @@ class RowReducer {
     __device__ int block() const { return blockIdx.x / cluster_size_; }
     __device__ int num_blocks() const { return gridDim.x / cluster_size_; }
 
-    /// Sums kCount values over the threads of each row; every thread gets them. All threads call
-    /// it. The order of additions is fixed.
+    /// A thread's part of kCount sums of a row. Where a warp has the whole row, they are the sums
+    /// afterwards.
     template <int kCount>
-    __device__ void sum(float (&values)[kCount]) {
-        if (blockDim.x <= 32) {
+    __device__ __forceinline__ void send(float (&values)[kCount]) {
+        static_assert(kCount <= 2, "as many as RowSumStorage has room for");
+        const int width = blockDim.x < 32 ? blockDim.x : 32;
 #pragma unroll
-            for (int i = 0; i < kCount; ++i) values[i] = group_sum(values[i], blockDim.x);
-            return;
-        }
-        if constexpr (kCount <= 2) {
-            sum_warps(values);
-            if constexpr (Arch::kHasClusters) {
-                if (cluster_size_ > 1) sum_ctas(values);
+        for (int offset = 16; offset > 0; offset /= 2) {
+            if (offset >= width) continue;
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                values[i] += __shfl_xor_sync(0xffffffffu, values[i], offset);
             }
-            ++num_calls_;
         }
+        if (blockDim.x <= 32) return;
+        const int set = num_sent_++ % RowSumStorage<Arch>::kSets;
+        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+        const int lane = thread % 32;
+        if (is_cluster()) {
+            send_to_cluster(set, lane, values);
+        } else if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) smem_.warp_sums[set][i][thread / 32] = values[i];
+        }
+    }
+
+    __device__ __forceinline__ void sync() {
+        if (blockDim.x > 32 && !is_cluster()) __syncthreads();
+    }
+
+    /// The sums of the row that was sent first among those not received.
+    template <int kCount>
+    __device__ __forceinline__ void receive(float (&values)[kCount]) {
+        if (blockDim.x <= 32) return;
+        const int set = num_received_ % RowSumStorage<Arch>::kSets;
+        if (is_cluster()) {
+            const uint32_t barrier = ptx::shared_address(&smem_.barriers[set]);
+            while (
+                !ptx::mbarrier_try_wait(barrier, num_received_ / RowSumStorage<Arch>::kSets % 2)) {
+            }
+        }
+        ++num_received_;
+        const int warps_per_row = blockDim.x / 32;
+        const int first_warp = threadIdx.y * warps_per_row;
+        const int num_sums = warps_per_row * cluster_size_;
+        const int lane = (threadIdx.y * blockDim.x + threadIdx.x) % 32;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const float* sums = smem_.warp_sums[set][i];
+            values[i] = 0.0f;
+            if (num_sums <= 4) {  // fewer steps one after the other than shuffles take
+#pragma unroll
+                for (int warp = 0; warp < 4; ++warp) {
+                    if (warp < num_sums) values[i] += sums[first_warp + warp];
+                }
+                continue;
+            }
+            // Up to 16 sums are read by both halves of the warp, which saves a step.
+            const int stride = num_sums <= 16 ? 16 : 32;
+            for (int sum = lane % stride; sum < num_sums; sum += stride) {
+                values[i] += sums[first_warp + sum];
+            }
+        }
+        if (num_sums <= 4) return;
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) {
+            if (offset == 16 && num_sums <= 16) continue;
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                values[i] += __shfl_xor_sync(0xffffffffu, values[i], offset);
+            }
+        }
+    }
+
+    /// Sums kCount values over the threads of each row; every thread gets them.
+    template <int kCount>
+    __device__ __forceinline__ void sum(float (&values)[kCount]) {
+        send(values);
+        sync();
+        receive(values);
     }
 
   private:
+    __device__ bool is_cluster() const { return Arch::kHasClusters && cluster_size_ > 1; }
+
+    /// Each warp sends its sums to all CTAs, its own included.
     template <int kCount>
-    __device__ void sum_warps(float (&values)[kCount]) {
-        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-        const int warps_per_row = blockDim.x / 32;
-        const int first_warp = threadIdx.y * warps_per_row;
-        const int lane = thread % 32;
-        float (&slots)[2][32] = smem_.warp_sums[num_calls_ % 2];
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const float warp_total = warp_sum(values[i]);
-            if (lane == 0) slots[i][thread / 32] = warp_total;
-        }
-        __syncthreads();
-        if (warps_per_row <= 4) {  // fewer steps one after the other than shuffles take
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                values[i] = 0.0f;
-#pragma unroll
-                for (int warp = 0; warp < 4; ++warp) {
-                    if (warp < warps_per_row) values[i] += slots[i][first_warp + warp];
-                }
+    __device__ __forceinline__ void send_to_cluster(int set, int lane, float (&values)[kCount]) {
+        if constexpr (Arch::kHasClusters) {
+            const int warps = blockDim.x / 32;
+            const uint32_t barrier = ptx::shared_address(&smem_.barriers[set]);
+            if (threadIdx.x == 0) {
+                ptx::mbarrier_arrive_expect_tx(
+                    barrier, cluster_size_ * warps * kCount * static_cast<int>(sizeof(float)));
             }
-        } else {
-            const int width = warps_per_row <= 8 ? 8 : warps_per_row <= 16 ? 16 : 32;
+            if (lane >= cluster_size_) return;
+            const int place = cluster_rank_ * warps + threadIdx.x / 32;
 #pragma unroll
             for (int i = 0; i < kCount; ++i) {
-                const int warp = lane % width;
-                values[i] =
-                    group_sum(warp < warps_per_row ? slots[i][first_warp + warp] : 0.0f, width);
+                const uint32_t slot = ptx::shared_address(&smem_.warp_sums[set][i][place]);
+                ptx::st_async(ptx::mapa(slot, lane), values[i], ptx::mapa(barrier, lane));
             }
         }
     }
 
-    /// Each CTA sends its sums to all, itself included. A CTA can send for the call after next
-    /// only when it has got this one's sums for the next, which this one sends after its threads
-    /// have passed sum_warps' barrier: so no slot is overwritten before it has been read.
-    template <int kCount>
-    __device__ void sum_ctas(float (&values)[kCount]) {
-        const int set = num_calls_ % 2;
-        const uint32_t barrier = ptx::shared_address(&smem_.barriers[set]);
-        if (threadIdx.x == 0) {
-            ptx::mbarrier_arrive_expect_tx(barrier, cluster_size_ * kCount * sizeof(float));
-        }
-        if (threadIdx.x < cluster_size_) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                const uint32_t slot = ptx::shared_address(&smem_.cta_sums[set][i][cluster_rank_]);
-                ptx::st_async(ptx::mapa(slot, threadIdx.x), values[i],
-                              ptx::mapa(barrier, threadIdx.x));
-            }
-        }
-        while (!ptx::mbarrier_try_wait(barrier, num_calls_ / 2 % 2)) {
-        }
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = 0.0f;
-            for (uint32_t rank = 0; rank < cluster_size_; ++rank) {
-                values[i] += smem_.cta_sums[set][i][rank];
-            }
-        }
-    }
-
-    RowSumStorage& smem_;
-    uint32_t cluster_rank_ = 0;
-    uint32_t cluster_size_ = 1;
-    uint32_t num_calls_ = 0;
+    RowSumStorage<Arch>& smem_;
+    int cluster_rank_ = 0;
+    int cluster_size_ = 1;
+    uint32_t num_sent_ = 0;
+    uint32_t num_received_ = 0;
 };
 
 /// Before the first access to memory that an earlier kernel may have written.

@@ -1,4 +1,4 @@
-#include "norms/norm_fwd.cuh"
+#include "norms/norm_fwd_plan.cuh"
 
 namespace flash_attn_norm {
 namespace sm90 {

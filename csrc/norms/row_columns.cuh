@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+
+#include "norms/params.h"
+#include "norms/row_sums.cuh"
+
+// Which part of the tensors a thread has.
+
+namespace flash_attn_norm {
+
+/// Which columns a thread has: kVecs packs, those of neighbouring threads side by side.
+template <class Config>
+struct RowColumns {
+    int first;  // of its first pack; the next ones are blockDim.x packs apart
+    int end;
+
+    __device__ RowColumns(const NormProblem& problem,
+                          const RowReducer<typename Config::Arch>& reducer) {
+        const int packs = static_cast<int>(problem.hidden_size) / Config::kPack;
+        const int packs_per_cta = (packs + reducer.cluster_size() - 1) / reducer.cluster_size();
+        const int first_pack = reducer.cluster_rank() * packs_per_cta;
+        first = (first_pack + threadIdx.x) * Config::kPack;
+        end = min(first_pack + packs_per_cta, packs) * Config::kPack;
+    }
+    __device__ int column(int v) const {
+        return first + v * static_cast<int>(blockDim.x) * Config::kPack;
+    }
+    __device__ bool is_inside(int v) const { return column(v) < end; }
+};
+
+/// A thread's row: one of the blockDim.y rows of a step of its CTA. The last ones may lie outside.
+struct Row {
+    int64_t index;
+    bool is_inside;
+
+    __device__ Row(const NormProblem& problem, int64_t step)
+        : index(step * blockDim.y + threadIdx.y), is_inside(index < problem.rows.num_rows) {}
+};
+
+}  // namespace flash_attn_norm
