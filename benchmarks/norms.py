@@ -185,6 +185,8 @@ def measure_cuda(kernel, args) -> list:
             # Several times the L2's 50 to 60 MB, and no more than 30 calls in a graph.
             num_sets = max(3, min(30, int(600e6 / tensor_bytes)))
             sets = make_sets(rows, hidden_size, DTYPES[dtype], device, num_sets)
+            if "torch_compile" in candidates:
+                torch._dynamo.reset()  # after a few shapes it would leave a function uncompiled
             for name in args.norms:
                 for which in ("forward", "backward"):
                     figure = {

@@ -23,8 +23,6 @@ struct BwdConfig {
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
     static constexpr int kMaxThreads = 512;  // per CTA
-    /// What the registers are divided by.
-    static constexpr int kBoundThreads = 512;
     /// What stays in registers between the halves of a row, where the sums for dweight and dbias
     /// leave room for it; the rest is computed again.
     static constexpr bool kHoldsDxhat =
@@ -330,7 +328,7 @@ __device__ __forceinline__ void store_column_sums(typename Config::Columns& sums
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kBoundThreads, 1)
+__global__ void __launch_bounds__(Config::kMaxThreads, 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
     extern __shared__ uint4 dynamic_smem[];
     __shared__ RowSumStorage<typename Config::Arch> row_sum_smem;

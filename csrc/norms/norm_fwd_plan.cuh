@@ -14,12 +14,14 @@ namespace flash_attn_norm {
 
 template <class Config>
 void launch_norm_fwd_config(const NormFwdParams& params, int cluster_size, cudaStream_t stream) {
-    constexpr int kThreads = 64;
     const int64_t packs = params.problem.hidden_size / Config::kPack;
     const int64_t packs_per_cta = (packs + cluster_size - 1) / cluster_size;
     LaunchShape shape;
     shape.threads_per_row = threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
-    shape.row_slots = row_slots_for(shape.threads_per_row, kThreads);
+    // Small CTAs, but for RMSNorm two rows of four warps together.
+    const bool is_pair = !Config::kLayerNorm && shape.threads_per_row == 128;
+    shape.row_slots =
+        cluster_size > 1 ? 1 : row_slots_for(shape.threads_per_row, is_pair ? 256 : 64);
     shape.cluster_size = cluster_size;
     shape.num_ctas =
         (params.problem.rows.num_rows + shape.row_slots - 1) / shape.row_slots * cluster_size;

@@ -102,14 +102,14 @@ def test_fuzz_cpu(kernel, case):
 
 
 @pytest.mark.gpu
-@given(case=cases(["float32", "bfloat16", "float16"], HIDDEN_SIZES, 2_000_000))
-@settings(max_examples=150, **FIXED)
+@given(case=cases(["float32", "bfloat16", "float16"], HIDDEN_SIZES, 1_000_000))
+@settings(max_examples=60, **FIXED)
 def test_fuzz_gpu(kernel, case):
     run_case(kernel, torch.device("cuda"), case)
 
 
 @pytest.mark.gpu
-@given(case=cases(["float32", "bfloat16", "float16"], LONG_HIDDEN_SIZES, 4_000_000))
-@settings(max_examples=60, **FIXED)
+@given(case=cases(["float32", "bfloat16", "float16"], LONG_HIDDEN_SIZES, 2_000_000))
+@settings(max_examples=25, **FIXED)
 def test_fuzz_gpu_long_rows(kernel, case):
     run_case(kernel, torch.device("cuda"), case)
