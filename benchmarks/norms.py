@@ -173,7 +173,8 @@ def roof_gb_per_s(device) -> float:
     return 3 * x.nbytes / seconds / 1e9
 
 
-def measure_cuda(kernel, args) -> list:
+def measure_cuda(kernel, args, save) -> list:
+    """Calls save(figures so far) after each shape, so that a run cut short leaves its record."""
     device = torch.device("cuda")
     candidates = {"flash_attn_norm": ours(kernel), **find_peers(args.peers)}
     roof = roof_gb_per_s(device)
@@ -236,7 +237,7 @@ def cpu_times(function, inputs, douts, used, wanted) -> list:
     return [between - started, time.perf_counter() - between]
 
 
-def measure_cpu(kernel, args) -> list:
+def measure_cpu(kernel, args, save) -> list:
     figures = []
     device = torch.device("cpu")
     candidates = {"flash_attn_norm": ours(kernel), "torch": TORCH}
@@ -297,9 +298,14 @@ def main() -> None:
 
     torch.manual_seed(0)
     kernel = get_local_kernel(args.build)
-    figures = (measure_cpu if is_cpu else measure_cuda)(kernel, args)
+
+    def save(figures: list) -> Path:
+        return write_record(f"norms_{args.device}", kernel, torch.device(args.device), figures)
+
+    keep = (lambda figures: None) if args.no_record else save
+    figures = (measure_cpu if is_cpu else measure_cuda)(kernel, args, keep)
     if not args.no_record:
-        print(write_record(f"norms_{args.device}", kernel, torch.device(args.device), figures))
+        print(save(figures))
 
 
 if __name__ == "__main__":

@@ -114,9 +114,10 @@ def norms_table(figures: list) -> str:
         "|---|" + "---|" * len(columns),
     ]
     for rows, hidden_size in dict.fromkeys((f["rows"], f["hidden_size"]) for f in cells):
-        mine = [by_cell[rows, hidden_size, column] for column in columns]
+        mine = [by_cell.get((rows, hidden_size, column)) for column in columns]
         shares = [
-            f"{f['of_roof']:.2f}, x{f['liger_us'] / f['flash_attn_norm_us']:.2f}" for f in mine
+            f"{f['of_roof']:.2f}, x{f['liger_us'] / f['flash_attn_norm_us']:.2f}" if f else ""
+            for f in mine
         ]
         lines.append(f"| {rows} x {hidden_size} | " + " | ".join(shares) + " |")
     return "\n".join(lines)
