@@ -34,20 +34,22 @@ SIGNATURES = {
     "_wrapped_flash_attn_forward": DENSE_FORWARD,
     "_wrapped_flash_attn_backward": DENSE_BACKWARD,
 }
-PUBLIC = (
+POSITIONAL = (
     "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic "
-    "return_attn_probs s_aux attn_bias return_softmax_lse"
+    "return_attn_probs"
 )
+KEYWORDS = "s_aux attn_bias return_softmax_lse"
+PUBLIC = f"{POSITIONAL} {KEYWORDS}"
 LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 PUBLIC_SIGNATURES = {
     "flash_attn_func": f"q k v {PUBLIC}",
     "flash_attn_qkvpacked_func": f"qkv {PUBLIC}",
     "flash_attn_kvpacked_func": f"q kv {PUBLIC}",
-    "flash_attn_varlen_func": f"q k v {LENGTHS} {PUBLIC}",
+    "flash_attn_varlen_func": f"q k v {LENGTHS} {POSITIONAL} block_table {KEYWORDS}",
     "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {PUBLIC}",
     "flash_attn_varlen_kvpacked_func": f"q kv {LENGTHS} {PUBLIC}",
 }
-KEYWORD_ONLY = {"s_aux", "attn_bias", "return_softmax_lse"}
+KEYWORD_ONLY = set(KEYWORDS.split())
 SCALE = 0.125
 
 

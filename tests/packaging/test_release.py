@@ -219,10 +219,11 @@ def test_to_a_folder(ready, tmp_path):
 
 def test_the_real_card_names_what_a_loader_needs():
     """An older loader finds no variant, and an unlisted publisher needs a flag: both are said."""
-    card = render_card(ROOT, read_build_toml(ROOT))
+    config = read_build_toml(ROOT)
+    card = render_card(ROOT, config)
     assert "`kernels` must be 0.17.2 or newer" in card
-    assert "version=1, trust_remote_code=True)" in card
-    assert '@v1"' in card
+    assert f"version={config.general.version}, trust_remote_code=True)" in card
+    assert f'@v{config.general.version}"' in card
 
 
 class TestRefuses:
