@@ -83,7 +83,7 @@ def main() -> None:
     training = TINY if arguments.tiny else CHECK
     if arguments.steps:
         training = replace(training, steps=arguments.steps)
-    kernel = get_kernel(REPO_ID, revision="v1", trust_remote_code=True)
+    kernel = get_kernel(REPO_ID, revision="v2", trust_remote_code=True)
     figures, losses = [], {}
     for name, (kernels, backend) in RUNS.items():
         on_gpu = device.type == "cuda" and backend is not None
