@@ -2,11 +2,13 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "attention_checks.h"
 #include "attention_index_checks.h"
 #include "kvcache_index_checks.h"
+#include "memory_overlap.h"
 #include "tensor_checks.h"
 
 namespace flash_attn_norm {
@@ -31,7 +33,7 @@ void check_devices(const KvCacheArguments& arguments) {
     check("cache_seqlens", arguments.cache_seqlens);
     check("cache_batch_idx", arguments.cache_batch_idx);
     check("cache_leftpad", arguments.cache_leftpad);
-    check("page_table", arguments.page_table);
+    check("block_table", arguments.page_table);
     check("alibi_slopes", arguments.alibi_slopes);
     check("s_aux", arguments.s_aux);
 }
@@ -105,6 +107,44 @@ void check_cache_shapes(const KvCacheArguments& arguments) {
     }
 }
 
+/// What is written must be written once, and not be read as an input. Inputs may share memory with
+/// each other, and with a cache that is only read.
+void check_memory(const KvCacheArguments& arguments) {
+    const Tensor &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
+    const auto check_rows = [](const char* name, const Tensor& cache) {
+        if (!overlaps_itself(cache)) return;
+        refuse(name, " has shape ", shape_text(cache), " and strides ", strides_text(cache),
+               ": its elements share memory, so that a new row would be written over others; pass "
+               "a cache of its own memory, e.g. ",
+               name, ".contiguous(), or k and v as None");
+    };
+    check_rows("k_cache", k_cache);
+    check_rows("v_cache", v_cache);
+    if (shares_memory(k_cache, v_cache)) {
+        refuse(
+            "k_cache and v_cache share memory, so that k and v would be written over each other; "
+            "write such rows yourself, and pass k and v as None");
+    }
+    const auto check = [&](const char* name, const std::optional<Tensor>& input) {
+        if (!input) return;
+        const bool in_k_cache = shares_memory(*input, k_cache);
+        if (!in_k_cache && !shares_memory(*input, v_cache)) return;
+        refuse(name, " shares memory with ", in_k_cache ? "k_cache" : "v_cache",
+               ", which new rows are written into; pass ", name, ".clone()");
+    };
+    check("q", arguments.q);
+    check("k", arguments.k);
+    check("v", arguments.v);
+    check("rotary_cos", arguments.rotary_cos);
+    check("rotary_sin", arguments.rotary_sin);
+    check("cache_seqlens", arguments.cache_seqlens);
+    check("cache_batch_idx", arguments.cache_batch_idx);
+    check("cache_leftpad", arguments.cache_leftpad);
+    check("block_table", arguments.page_table);
+    check("alibi_slopes", arguments.alibi_slopes);
+    check("s_aux", arguments.s_aux);
+}
+
 /// The new rows and the rotary tables.
 void check_append(const KvCacheArguments& arguments, int64_t batch_size) {
     const Tensor &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
@@ -120,11 +160,6 @@ void check_append(const KvCacheArguments& arguments, int64_t batch_size) {
     };
     check_rows("k", *arguments.k, k_cache);
     check_rows("v", *arguments.v, v_cache);
-    if (k_cache.numel() > 0 && k_cache.const_data_ptr() == v_cache.const_data_ptr()) {
-        refuse(
-            "k_cache and v_cache begin at the same element, so that k and v would be written "
-            "over each other; write such rows yourself, and pass k and v as None");
-    }
     if (arguments.rotary_cos.has_value() != arguments.rotary_sin.has_value()) {
         refuse(arguments.rotary_cos ? "rotary_sin" : "rotary_cos",
                " is missing; a rotation takes both rotary_cos and rotary_sin");
@@ -164,15 +199,22 @@ KvCacheLayout describe_cache(const KvCacheArguments& arguments) {
     cache.k_strides = strides_of(arguments.k_cache);
     cache.v_strides = strides_of(arguments.v_cache);
     if (arguments.page_table) {
+        cache.is_paged = true;
         cache.page_table = values_of(arguments.page_table);
         cache.page_table_stride = arguments.page_table->stride(0);
         cache.pages_per_sequence = arguments.page_table->size(1);
+    }
+    // So that no sum of positions overflows; a cache has as many rows only by stride 0.
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 4;
+    const int64_t entries = cache.is_paged ? std::max<int64_t>(cache.pages_per_sequence, 1) : 1;
+    if (cache.entry_rows > kMost / entries) {
+        refuse("k_cache has shape ", shape_text(arguments.k_cache), "; at most ", kMost,
+               " rows are allowed for each sequence");
     }
     cache.cache_batch_idx = values_of(arguments.cache_batch_idx);
     cache.cache_leftpad = values_of(arguments.cache_leftpad);
     cache.cache_seqlens = values_of(arguments.cache_seqlens);
     cache.cu_seqlens_k = values_of(arguments.cu_seqlens_k);
-    cache.seqlen = arguments.seqlen + arguments.seqlen_new();
     return cache;
 }
 
@@ -222,7 +264,10 @@ KvCacheAttentionParams check_kvcache(KvCacheArguments& arguments) {
     const int64_t batch_size =
         arguments.cu_seqlens_q ? arguments.cu_seqlens_q->size(0) - 1 : arguments.q.size(0);
     check_kvcache_index_tensors(arguments, batch_size);
-    if (arguments.k) check_append(arguments, batch_size);
+    if (arguments.k) {
+        check_append(arguments, batch_size);
+        check_memory(arguments);
+    }
     if (arguments.alibi_slopes) {
         check_alibi_slopes(*arguments.alibi_slopes, arguments.q.size(arguments.q.dim() - 2),
                            batch_size);
@@ -235,12 +280,17 @@ KvCacheAttentionParams check_kvcache(KvCacheArguments& arguments) {
     params.problem = describe_problem(arguments, batch_size, params.cache.capacity());
     params.num_splits = static_cast<int>(arguments.num_splits);
     if (params.cache.capacity() > 0 && params.cache.num_entries == 0 && batch_size > 0) {
+        if (!params.cache.is_paged) {
+            refuse("k_cache has shape ", shape_text(arguments.k_cache), ": no row for any of the ",
+                   batch_size, " sequences");
+        }
         refuse("k_cache has shape ", shape_text(arguments.k_cache),
-               ": no pages, but page_table has ", params.cache.pages_per_sequence,
+               ": no pages, but block_table has ", params.cache.pages_per_sequence,
                " for each sequence");
     }
 
     check_kvcache_values(arguments, params);
+    params.cache.seqlen = arguments.seqlen + arguments.seqlen_new();
     return params;
 }
 

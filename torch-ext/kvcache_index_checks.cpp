@@ -34,23 +34,23 @@ void check_lengths(const char* name, const std::optional<Tensor>& tensor, int64_
 
 void check_page_table(const KvCacheArguments& arguments, int64_t batch_size) {
     const Tensor& table = *arguments.page_table;
-    check_rank("page_table", table, 2, "(batch_size, pages_per_sequence)");
+    check_rank("block_table", table, 2, "(batch_size, pages_per_sequence)");
     if (table.scalar_type() != ScalarType::Int) {
-        refuse("page_table has dtype ", table.scalar_type(),
-               "; it must be torch.int32, e.g. page_table.to(torch.int32)");
+        refuse("block_table has dtype ", table.scalar_type(),
+               "; it must be torch.int32, e.g. block_table.to(torch.int32)");
     }
     if (table.size(0) != batch_size) {
-        refuse("page_table has shape ", shape_text(table), "; it must have a row for each of the ",
+        refuse("block_table has shape ", shape_text(table), "; it must have a row for each of the ",
                batch_size, " sequences");
     }
     if (!has_unit_last_stride(table)) {
-        refuse("page_table has stride ", table.stride(1),
-               " between the pages of a sequence; it must be 1: pass page_table.contiguous()");
+        refuse("block_table has stride ", table.stride(1),
+               " between the pages of a sequence; it must be 1: pass block_table.contiguous()");
     }
     if (arguments.cache_batch_idx) {
         refuse(
-            "cache_batch_idx and page_table are both given; a page table says itself where each "
-            "sequence lies: pass page_table[cache_batch_idx] alone");
+            "cache_batch_idx and block_table are both given; a table says itself where each "
+            "sequence lies: pass block_table[cache_batch_idx] alone");
     }
 }
 
@@ -96,27 +96,27 @@ std::string capacity_text(const KvCacheArguments& arguments, int64_t capacity) {
 void check_length(const KvCacheArguments& arguments, const std::string& name, int64_t stored,
                   int64_t capacity, int64_t rows_rotated) {
     const int64_t seqlen_new = arguments.seqlen_new();
-    if (stored + seqlen_new > capacity) {
+    if (stored > capacity - seqlen_new) {  // no sum: stored may be any int
         const std::string room = capacity_text(arguments, capacity);
         if (!arguments.k) refuse(name, " is ", stored, ", but ", room);
         refuse(name, " is ", stored, " and k has ", seqlen_new, " new rows, but ", room,
                "; nothing was appended");
     }
-    if (arguments.rotary_cos && stored + rows_rotated > arguments.rotary_cos->size(0)) {
+    if (arguments.rotary_cos && stored > arguments.rotary_cos->size(0) - rows_rotated) {
         refuse(name, " is ", stored, " and ", rows_rotated,
                " rows are rotated from there on, but rotary_cos and rotary_sin have ",
                arguments.rotary_cos->size(0), " rows; nothing was appended");
     }
 }
 
-/// The pages that a sequence uses.
+/// The pages that hold positions [begin, end) of a sequence.
 void check_pages(const KvCacheArguments& arguments, const HostValues& pages, int64_t batch,
                  int64_t begin, int64_t end) {
     const int64_t num_pages = arguments.k_cache.size(0), page_size = arguments.k_cache.size(1);
     for (int64_t page = page_size > 0 ? begin / page_size : 0; page * page_size < end; ++page) {
         const int64_t entry = pages.at(batch, page);
         if (entry >= 0 && entry < num_pages) continue;
-        refuse("page_table[", batch, ", ", page, "] is ", entry, ", but the cache has ", num_pages,
+        refuse("block_table[", batch, ", ", page, "] is ", entry, ", but the cache has ", num_pages,
                " pages");
     }
 }
@@ -139,14 +139,14 @@ void check_all(const KvCacheArguments& arguments, const KvCacheAttentionParams& 
         check_cumulative("cu_seqlens_q", cu_q.data, batch_size + 1, "q", params.problem.total_q);
     }
     if (cu_k) {
-        check_cumulative("cu_seqlens_k", cu_k->data, batch_size + 1, "the page table",
+        check_cumulative("cu_seqlens_k", cu_k->data, batch_size + 1, "block_table",
                          std::numeric_limits<int32_t>::max());
     }
     for (int64_t batch = 0; batch < batch_size; ++batch) {
+        if (lengths && lengths->at(batch) < 0) continue;  // padding
         int64_t stored = arguments.seqlen;
-        if (lengths) stored = lengths->at(batch);
-        if (lengths && stored < 0) continue;  // padding
-        if (cu_k) stored = cu_k->at(batch + 1) - cu_k->at(batch);
+        if (lengths) stored += lengths->at(batch);
+        if (cu_k) stored += cu_k->at(batch + 1) - cu_k->at(batch);
         const std::string name = cu_k      ? indexed("cu_seqlens_k, the length of sequence", batch)
                                  : lengths ? indexed("cache_seqlens", batch)
                                            : std::string("cache_seqlens");
@@ -160,7 +160,9 @@ void check_all(const KvCacheArguments& arguments, const KvCacheAttentionParams& 
             refuse(indexed("cache_leftpad", batch), " is ", leftpads->at(batch),
                    "; it must lie between 0 and the sequence's length, ", end);
         }
-        if (pages) check_pages(arguments, *pages, batch, leftpads ? leftpads->at(batch) : 0, end);
+        const int64_t leftpad = leftpads ? leftpads->at(batch) : 0;
+        // Read from leftpad on, written from `stored` on
+        if (pages) check_pages(arguments, *pages, batch, std::min(leftpad, stored), end);
     }
 }
 
@@ -205,12 +207,15 @@ void check_kvcache_values(const KvCacheArguments& arguments, const KvCacheAttent
         arguments.causal || arguments.window_left >= 0 || arguments.window_right >= 0;
     const int64_t rows_rotated =
         std::max(arguments.seqlen_new(), advances ? params.problem.seqlen_q : int64_t{1});
+    if (arguments.seqlen < 0) {
+        refuse("cache_seqlens is ", arguments.seqlen, "; it must be at least 0");
+    }
     if (!arguments.cache_seqlens && !arguments.cu_seqlens_k) {
-        if (arguments.seqlen < 0) {
-            refuse("cache_seqlens is ", arguments.seqlen, "; it must be at least 0");
-        }
         check_length(arguments, "cache_seqlens", arguments.seqlen, params.cache.capacity(),
                      rows_rotated);
+    } else if (arguments.seqlen > params.cache.capacity()) {
+        refuse("seqlen is ", arguments.seqlen, ", but ",
+               capacity_text(arguments, params.cache.capacity()));
     }
     if (may_read_values(arguments)) check_all(arguments, params, rows_rotated);
 }

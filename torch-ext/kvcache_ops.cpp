@@ -23,33 +23,68 @@ using fan::KvCacheAttentionParams;
 using fan::TensorStrides;
 using torch::headeronly::ScalarType;
 
-void run_append(const Tensor& q, const KvCacheAppendParams& params) {
+/// Where a call runs. Holds the device and its stream for all of the call's launches.
+class [[gnu::visibility("hidden")]] Place {
+  public:
+    explicit Place(const Tensor& q) {
 #if defined(CUDA_KERNEL)
-    if (!q.is_cpu()) {
-        const fan::CudaContext context(q);
-        fan::cuda::kvcache_append(params, context.stream());
-        return;
-    }
+        if (!q.is_cpu()) cuda_.emplace(q);
+#else
+        static_cast<void>(q);
 #endif
-    fan::cpu::kvcache_append(params, fan::torch_cpu_runtime());
-}
+    }
 
-void run_attention(const Tensor& q, KvCacheAttentionParams& params) {
+    /// Also refuses, on a GPU, sizes that no launch can have.
+    int64_t workspace_bytes(const KvCacheAttentionParams& params) const {
 #if defined(CUDA_KERNEL)
-    if (!q.is_cpu()) {
-        const fan::CudaContext context(q);
-        const std::optional<Tensor> workspace =
-            fan::workspace_of(q, fan::cuda::attention_kvcache_workspace_bytes(params));
-        if (workspace) params.workspace = workspace->mutable_data_ptr();
-        fan::cuda::attention_kvcache(params, context.stream());
-        return;
-    }
+        if (cuda_) return fan::cuda::attention_kvcache_workspace_bytes(params);
 #endif
-    const fan::CpuRuntime runtime = fan::torch_cpu_runtime();
-    const std::optional<Tensor> workspace =
-        fan::workspace_of(q, fan::cpu::attention_kvcache_workspace_bytes(params, runtime));
-    if (workspace) params.workspace = workspace->mutable_data_ptr();
-    fan::cpu::attention_kvcache(params, runtime);
+        return fan::cpu::attention_kvcache_workspace_bytes(params, fan::torch_cpu_runtime());
+    }
+
+    void append(const KvCacheAppendParams& params) const {
+#if defined(CUDA_KERNEL)
+        if (cuda_) return fan::cuda::kvcache_append(params, cuda_->stream());
+#endif
+        fan::cpu::kvcache_append(params, fan::torch_cpu_runtime());
+    }
+
+    void attend(const KvCacheAttentionParams& params) const {
+#if defined(CUDA_KERNEL)
+        if (cuda_) return fan::cuda::attention_kvcache(params, cuda_->stream());
+#endif
+        fan::cpu::attention_kvcache(params, fan::torch_cpu_runtime());
+    }
+
+#if defined(CUDA_KERNEL)
+  private:
+    std::optional<fan::CudaContext> cuda_;  // none: on the CPU
+#endif
+};
+
+/// What attention writes: made before anything is written into a cache, so that nothing is if it
+/// does not fit into memory.
+struct [[gnu::visibility("hidden")]] Results {
+    Tensor out, softmax_lse;
+    std::optional<Tensor> workspace;
+};
+
+/// A CUDA kernel gets rows of 16-byte units: the head dims of `params` become those of such rows.
+Results allocate_results(const Place& place, const Tensor& q, KvCacheAttentionParams& params) {
+    fan::AttentionProblem& problem = params.problem;
+    if (!q.is_cpu()) {
+        problem.head_dim = static_cast<int>(fan::padded_head_dim(problem.head_dim));
+        problem.head_dim_v = static_cast<int>(fan::padded_head_dim(problem.head_dim_v));
+    }
+    const int64_t workspace_bytes = place.workspace_bytes(params);
+    Results results{
+        fan::empty_like_device(q, fan::with_last(q, problem.head_dim_v), q.scalar_type()),
+        fan::empty_like_device(q, fan::lse_shape(problem), ScalarType::Float),
+        fan::workspace_of(q, workspace_bytes)};
+    params.out = results.out.mutable_data_ptr();
+    params.softmax_lse = static_cast<float*>(results.softmax_lse.mutable_data_ptr());
+    if (results.workspace) params.workspace = results.workspace->mutable_data_ptr();
+    return results;
 }
 
 /// Rows of a cache that a CUDA kernel cannot load 16 bytes at a time are read from one copy, its
@@ -61,13 +96,10 @@ void align_inputs(KvCacheArguments& arguments, KvCacheAttentionParams& params) {
     arguments.v_cache = fan::with_vector_rows(arguments.v_cache);
     params.cache.k_strides = fan::strides_of(arguments.k_cache);
     params.cache.v_strides = fan::strides_of(arguments.v_cache);
-    fan::AttentionProblem& problem = params.problem;
-    problem.head_dim = static_cast<int>(fan::padded_head_dim(problem.head_dim));
-    problem.head_dim_v = static_cast<int>(fan::padded_head_dim(problem.head_dim_v));
 }
 
 /// `params` describes the attention that follows the append.
-void append(KvCacheArguments& arguments, const KvCacheAttentionParams& params,
+void append(const Place& place, KvCacheArguments& arguments, const KvCacheAttentionParams& params,
             bool rotary_interleaved) {
     const Tensor k = fan::with_unit_last_stride(*arguments.k);
     const Tensor v = fan::with_unit_last_stride(*arguments.v);
@@ -80,13 +112,13 @@ void append(KvCacheArguments& arguments, const KvCacheAttentionParams& params,
     append.batch_size = params.problem.batch_size;
     append.seqlen_new = k.size(1);
     append.num_heads_kv = params.problem.num_heads_kv;
-    append.head_dim = params.problem.head_dim;
-    append.head_dim_v = params.problem.head_dim_v;
+    append.head_dim = static_cast<int>(k.size(3));
+    append.head_dim_v = static_cast<int>(v.size(3));
     append.k = k.const_data_ptr();
     append.v = v.const_data_ptr();
     append.k_strides = fan::strides_of(k);
     append.v_strides = fan::strides_of(v);
-    if (!arguments.rotary_cos) return run_append(arguments.q, append);
+    if (!arguments.rotary_cos) return place.append(append);
 
     const Tensor cos = torch::stable::contiguous(*arguments.rotary_cos);
     const Tensor sin = torch::stable::contiguous(*arguments.rotary_sin);
@@ -105,27 +137,21 @@ void append(KvCacheArguments& arguments, const KvCacheAttentionParams& params,
     Tensor q_rotated =
         fan::empty_like_device(arguments.q, fan::shape_of(arguments.q), arguments.q.scalar_type());
     append.q_rotated = q_rotated.mutable_data_ptr();
-    run_append(arguments.q, append);
+    place.append(append);
     arguments.q = q_rotated;
 }
 
 /// Attention to the cache as it is now.
-std::tuple<Tensor, Tensor> attend(KvCacheArguments& arguments, KvCacheAttentionParams& params) {
-    const int64_t head_dim_v = params.problem.head_dim_v;
+std::tuple<Tensor, Tensor> attend(const Place& place, KvCacheArguments& arguments,
+                                  KvCacheAttentionParams& params, Results& results) {
+    const int64_t head_dim_v = arguments.v_cache.size(3);
     align_inputs(arguments, params);
-    const Tensor& q = arguments.q;
-    params.q = q.const_data_ptr();
-    params.q_strides = fan::strides_of(q);
+    params.q = arguments.q.const_data_ptr();
+    params.q_strides = fan::strides_of(arguments.q);
     params.k_cache = arguments.k_cache.const_data_ptr();
     params.v_cache = arguments.v_cache.const_data_ptr();
-    Tensor out =
-        fan::empty_like_device(q, fan::with_last(q, params.problem.head_dim_v), q.scalar_type());
-    Tensor softmax_lse =
-        fan::empty_like_device(q, fan::lse_shape(params.problem), ScalarType::Float);
-    params.out = out.mutable_data_ptr();
-    params.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
-    run_attention(q, params);
-    return {fan::without_padding(out, head_dim_v), softmax_lse};
+    place.attend(params);
+    return {fan::without_padding(results.out, head_dim_v), results.softmax_lse};
 }
 
 }  // namespace
@@ -162,7 +188,9 @@ std::tuple<Tensor, Tensor> attention_kvcache(
                                num_splits,
                                check_values};
     KvCacheAttentionParams params = fan::check_kvcache(arguments);
-    return attend(arguments, params);
+    const Place place(q);
+    Results results = allocate_results(place, arguments.q, params);
+    return attend(place, arguments, params, results);
 }
 
 std::tuple<Tensor, Tensor> attention_kvcache_append(
@@ -197,6 +225,8 @@ std::tuple<Tensor, Tensor> attention_kvcache_append(
                                num_splits,
                                check_values};
     KvCacheAttentionParams params = fan::check_kvcache(arguments);
-    append(arguments, params, rotary_interleaved);
-    return attend(arguments, params);
+    const Place place(q);
+    Results results = allocate_results(place, arguments.q, params);
+    append(place, arguments, params, rotary_interleaved);
+    return attend(place, arguments, params, results);
 }

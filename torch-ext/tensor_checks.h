@@ -68,13 +68,23 @@ inline std::string text(ScalarType dtype) {
     }
 }
 
-inline std::string shape_text(const Tensor& tensor) {
-    std::string shape = "(";
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-        if (dim > 0) shape += ", ";
-        shape += std::to_string(tensor.size(dim));
+/// Numbers as Python prints a tuple of them.
+template <class Numbers>
+std::string tuple_text(const Numbers& numbers) {
+    std::string tuple = "(";
+    for (size_t i = 0; i < numbers.size(); ++i) {
+        if (i > 0) tuple += ", ";
+        tuple += std::to_string(numbers[i]);
     }
-    return shape + (tensor.dim() == 1 ? ",)" : ")");
+    return tuple + (numbers.size() == 1 ? ",)" : ")");
+}
+
+inline std::string shape_text(const Tensor& tensor) {
+    return tuple_text(tensor.sizes());
+}
+
+inline std::string strides_text(const Tensor& tensor) {
+    return tuple_text(tensor.strides());
 }
 
 /// "cpu" or "cuda:1".

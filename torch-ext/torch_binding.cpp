@@ -2,7 +2,10 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "refusals.h"
 #include "registration.h"
+
+using flash_attn_norm::Announced;
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
     // Dense and packed attention are one op: packed when cu_seqlens_q and cu_seqlens_k are given.
@@ -51,22 +54,22 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
-    ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
-    ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
-    ops.impl("attention_kvcache", TORCH_BOX(&attention_kvcache));
-    ops.impl("attention_kvcache_append", TORCH_BOX(&attention_kvcache_append));
-    ops.impl("norm_fwd", TORCH_BOX(&norm_fwd));
-    ops.impl("norm_bwd", TORCH_BOX(&norm_bwd));
+    ops.impl("attention_fwd", TORCH_BOX(&Announced<&attention_fwd>::call));
+    ops.impl("attention_bwd", TORCH_BOX(&Announced<&attention_bwd>::call));
+    ops.impl("attention_kvcache", TORCH_BOX(&Announced<&attention_kvcache>::call));
+    ops.impl("attention_kvcache_append", TORCH_BOX(&Announced<&attention_kvcache_append>::call));
+    ops.impl("norm_fwd", TORCH_BOX(&Announced<&norm_fwd>::call));
+    ops.impl("norm_bwd", TORCH_BOX(&Announced<&norm_bwd>::call));
 }
 
 #if defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
-    ops.impl("attention_fwd", TORCH_BOX(&attention_fwd));
-    ops.impl("attention_bwd", TORCH_BOX(&attention_bwd));
-    ops.impl("attention_kvcache", TORCH_BOX(&attention_kvcache));
-    ops.impl("attention_kvcache_append", TORCH_BOX(&attention_kvcache_append));
-    ops.impl("norm_fwd", TORCH_BOX(&norm_fwd));
-    ops.impl("norm_bwd", TORCH_BOX(&norm_bwd));
+    ops.impl("attention_fwd", TORCH_BOX(&Announced<&attention_fwd>::call));
+    ops.impl("attention_bwd", TORCH_BOX(&Announced<&attention_bwd>::call));
+    ops.impl("attention_kvcache", TORCH_BOX(&Announced<&attention_kvcache>::call));
+    ops.impl("attention_kvcache_append", TORCH_BOX(&Announced<&attention_kvcache_append>::call));
+    ops.impl("norm_fwd", TORCH_BOX(&Announced<&norm_fwd>::call));
+    ops.impl("norm_bwd", TORCH_BOX(&Announced<&norm_bwd>::call));
 }
 #endif
 

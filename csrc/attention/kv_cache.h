@@ -48,7 +48,7 @@ struct KvRow {
 /// may lie outside the cache.
 FAN_HOST_DEVICE KvRow kv_row_unchecked(const KvCacheLayout& cache, int64_t batch,
                                        int64_t position) {
-    if (cache.page_table != nullptr) {
+    if (cache.is_paged) {
         const int64_t page = position / cache.entry_rows;
         return KvRow{cache.page_table[batch * cache.page_table_stride + page],
                      position - page * cache.entry_rows};

@@ -134,9 +134,9 @@ struct KvCacheLayout {
     int64_t entry_rows = 0;              // seqlen_cache, or page_size
     TensorStrides k_strides, v_strides;  // batch: from one entry to the next
 
-    const int32_t* page_table =
-        nullptr;                    // [batch_size, pages_per_sequence], entries; null: no pages
-    int64_t page_table_stride = 0;  // from one sequence to the next; pages have unit stride
+    bool is_paged = false;                // page_table may be null where it has no elements
+    const int32_t* page_table = nullptr;  // [batch_size, pages_per_sequence], entries
+    int64_t page_table_stride = 0;        // from one sequence to the next; pages have unit stride
     int64_t pages_per_sequence = 0;
 
     const int32_t* cache_batch_idx = nullptr;  // [batch_size], entries; null: its own; no pages
@@ -148,7 +148,7 @@ struct KvCacheLayout {
 
     /// Positions that a sequence has at most.
     FAN_HOST_DEVICE int64_t capacity() const {
-        return page_table != nullptr ? pages_per_sequence * entry_rows : entry_rows;
+        return is_paged ? pages_per_sequence * entry_rows : entry_rows;
     }
 };
 

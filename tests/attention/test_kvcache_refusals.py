@@ -97,13 +97,13 @@ def test_index_tensors(kernel, case, name, bf16_place):
 
 def test_page_table(kernel, paged):
     table = paged["block_table"]
-    refused_whole(kernel, paged, "page_table", "torch.int64", block_table=table.long())
-    refused_whole(kernel, paged, "page_table", "(1, ", block_table=table[:1])
-    refused_whole(kernel, paged, "page_table", "batch_size", block_table=table[0])
-    refused_whole(kernel, paged, "page_table", "stride", block_table=table.t().contiguous().t())
+    refused_whole(kernel, paged, "block_table", "torch.int64", block_table=table.long())
+    refused_whole(kernel, paged, "block_table", "(1, ", block_table=table[:1])
+    refused_whole(kernel, paged, "block_table", "batch_size", block_table=table[0])
+    refused_whole(kernel, paged, "block_table", "stride", block_table=table.t().contiguous().t())
     refused_whole(kernel, paged, "two names", page_table=table)
     index = torch.zeros(2, dtype=torch.int32, device=table.device)
-    refused_whole(kernel, paged, "cache_batch_idx and page_table", cache_batch_idx=index)
+    refused_whole(kernel, paged, "cache_batch_idx and block_table", cache_batch_idx=index)
     no_pages = {name: paged[name][:0] for name in ("k_cache", "v_cache")}
     refused_whole(kernel, paged, "no pages", **no_pages)
 
@@ -123,7 +123,7 @@ def test_append_without_lengths(kernel, case):
 
 
 def test_append_to_one_memory(kernel, case):
-    refused_whole(kernel, case, "begin at the same element", v_cache=case["k_cache"])
+    refused_whole(kernel, case, "share memory", v_cache=case["k_cache"])
 
 
 class TestRotary:
@@ -286,7 +286,7 @@ class TestValues:
         for wrong in (-1, case["k_cache"].shape[0], 2**31 - 1):
             table = case["block_table"].clone()
             table[1, 1] = wrong
-            refused_whole(kernel, case, f"page_table[1, 1] is {wrong}", block_table=table)
+            refused_whole(kernel, case, f"block_table[1, 1] is {wrong}", block_table=table)
 
     def test_rows_of_the_cache(self, kernel, checked_place):
         case = make_case(checked_place, [30, 9], 2, 3, shuffled=True)

@@ -193,6 +193,7 @@ void read_cache(const Fields& fields, KvCacheLayout& cache) {
     fields.number("entry_rows", cache.entry_rows);
     fields.strides("k_strides", cache.k_strides);
     fields.strides("v_strides", cache.v_strides);
+    fields.number("is_paged", cache.is_paged);
     fields.pointer("page_table", cache.page_table);
     fields.number("page_table_stride", cache.page_table_stride);
     fields.number("pages_per_sequence", cache.pages_per_sequence);
@@ -295,7 +296,7 @@ KvCacheAttentionParams cache_params_of(const py::dict& dict) {
     fields.number("num_entries", params.cache.num_entries);
     fields.number("entry_rows", params.cache.entry_rows);
     fields.number("pages_per_sequence", params.cache.pages_per_sequence);
-    fields.pointer("page_table", params.cache.page_table);
+    fields.number("is_paged", params.cache.is_paged);
     fields.pointer("cache_seqlens", params.cache.cache_seqlens);
     fields.number("num_splits", params.num_splits);
     return params;

@@ -42,7 +42,12 @@ def test_no_index_leads_outside(native):
 def test_no_page_leads_outside(native):
     table = lengths_tensor([[0, value] for value in EXTREMES], CPU)
     pages = layout(
-        num_entries=3, entry_rows=4, page_table=table, page_table_stride=2, pages_per_sequence=2
+        num_entries=3,
+        entry_rows=4,
+        is_paged=True,
+        page_table=table,
+        page_table_stride=2,
+        pages_per_sequence=2,
     )
     for batch in range(len(EXTREMES)):
         for position in range(8):
@@ -59,6 +64,13 @@ def test_lengths(native):
     rows = layout(num_entries=3, entry_rows=12, cu_seqlens_k=bounds)
     assert [native.kv_length(rows, batch) for batch in range(3)] == [4, 0, -1]
     assert native.kv_length(layout(num_entries=3, entry_rows=12, seqlen=9), 2) == 9
+
+
+def test_no_pages_at_all(native):
+    """A table without elements has no address, and still no row of the cache is a sequence's."""
+    for page_rows in (0, 4):
+        pages = layout(num_entries=3, entry_rows=page_rows, is_paged=True, seqlen=2)
+        assert native.kv_positions(pages, 0) == (0, 0)
 
 
 @pytest.mark.parametrize(("threads", "num_splits"), [(1, 0), (3, 0), (3, 5)])
@@ -78,7 +90,7 @@ def test_engines(native, place, heads, dims, page_size, num_splits, threads):  #
     cache["cache_seqlens"] = case["cache_seqlens"]
     if page_size is not None:
         table = case["block_table"]
-        cache |= {"page_table": table, "page_table_stride": table.stride(0)}
+        cache |= {"is_paged": True, "page_table": table, "page_table_stride": table.stride(0)}
         cache["pages_per_sequence"] = table.shape[1]
     fields |= layout(**cache, out=out, softmax_lse=lse, num_splits=num_splits)
     assert native.attention_kvcache(fields, threads), "wrote behind its workspace"

@@ -35,32 +35,35 @@ def check_optional_tensor(name: str, value: Any) -> None:
 
 
 def check_number(name: str, value: Any) -> float:
-    """The number; a tensor without dimensions counts as one if reading it loses nothing."""
-    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+    """The number; a tensor without dimensions counts as one if reading it loses nothing, and a bool
+    does not: it is a flag that stands in another argument's place."""
+    is_bool = isinstance(value, bool)
+    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not is_bool:
         return value
     if isinstance(value, Tensor):
         _check_scalar_tensor(name, value, "a number")
         return value.item()
-    if isinstance(value, numbers.Real):  # NumPy's scalars
+    if isinstance(value, numbers.Real) and not is_bool:  # NumPy's scalars
         return float(value)
     raise ValueError(f"{name} is {_text(value)}; it must be a number")
 
 
-def check_whole_number(name: str, value: Any) -> int:
-    """Likewise an int. One that an int64 cannot hold becomes the closest that it can."""
+def check_whole_number(name: str, value: Any, what: str = "an int") -> int:
+    """Likewise an int, or ``what`` an error calls it. One that an int64 cannot hold becomes the
+    closest that it can."""
     if type(value) is int and -_INT64_MAX <= value <= _INT64_MAX:
         return value
     if isinstance(value, Tensor):
-        _check_scalar_tensor(name, value, "an int")
+        _check_scalar_tensor(name, value, what)
         value = value.item()
     if isinstance(value, torch.SymInt):
         return value
-    if isinstance(value, numbers.Integral):
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         value = int(value)
         if value > _INT64_MAX:
             return _INT64_MAX
         return -_INT64_MAX if value < -_INT64_MAX else value
-    raise ValueError(f"{name} is {_text(value)}; it must be an int")
+    raise ValueError(f"{name} is {_text(value)}; it must be {what}")
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -92,7 +95,12 @@ def _check_scalar_tensor(name: str, value: Tensor, what: str) -> None:
             f"{name} is a tensor that requires a gradient, but none flows into it; it must be "
             f"{what}, {name}.item()"
         )
-    if value.dim() != 0 or value.device.type != "cpu" or value.is_complex():
+    if (
+        value.dim() != 0
+        or value.device.type != "cpu"
+        or value.is_complex()
+        or value.dtype == torch.bool
+    ):
         raise ValueError(
             f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}; "
             f"it must be {what} or a real tensor without dimensions on the CPU"

@@ -9,6 +9,7 @@ from torch import Tensor
 from ._ops import ops
 from .arguments import check_flag, check_number, check_tensor, check_whole_number
 from .attention_op import check_scalars, check_tensors, checks_values, draw_rng_state
+from .calls import call
 
 _ROW_BLOCK = 128  # FlashAttention-2 rounds the rows of softmax_d up to this
 
@@ -106,7 +107,8 @@ def _flash_attn_forward(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
     rng_state = draw_rng_state(q) if dropout_p > 0 else None
-    out, softmax_lse = ops.attention_fwd(
+    out, softmax_lse = call(
+        ops.attention_fwd,
         q,
         k,
         v,
@@ -163,7 +165,8 @@ def _flash_attn_backward(
     dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
-    gradients = ops.attention_bwd(
+    gradients = call(
+        ops.attention_bwd,
         dout,
         None,
         q,
@@ -230,7 +233,8 @@ def _flash_attn_varlen_forward(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
     rng_state = draw_rng_state(q) if dropout_p > 0 else None
-    out, softmax_lse = ops.attention_fwd(
+    out, softmax_lse = call(
+        ops.attention_fwd,
         q,
         k,
         v,
@@ -293,7 +297,8 @@ def _flash_attn_varlen_backward(
     dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap
     )
-    gradients = ops.attention_bwd(
+    gradients = call(
+        ops.attention_bwd,
         dout,
         None,
         q,

@@ -6,7 +6,7 @@ from typing import Callable, Optional, Union
 import torch
 from torch import SymBool, Tensor
 
-_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 512
 _SHAPES = {
     False: {
@@ -39,15 +39,15 @@ def check_shapes(
     extras = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "attn_bias": attn_bias}
     indices = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     refuse_other_devices(q, k=k, v=v, **indices, **extras, rng_state=rng_state)
-    _require(
+    require(
         q.dtype == k.dtype == v.dtype,
         lambda: (
             f"q, k and v must have one dtype, but q is {q.dtype}, k is {k.dtype} and v is "
             f"{v.dtype}; cast them to one, e.g. q.to(v.dtype) and k.to(v.dtype)"
         ),
     )
-    _require(
-        q.dtype in _FLOAT_DTYPES,
+    require(
+        q.dtype in FLOAT_DTYPES,
         lambda: f"q, k and v have dtype {q.dtype}; allowed are torch.bfloat16 and torch.float16",
     )
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -62,8 +62,9 @@ def check_shapes(
     _check_extras(q, k, packed, batch_size, **extras)
 
 
-def _require(condition: Union[bool, SymBool], message: Callable[[], str]) -> None:
-    # Where sizes are known only when the graph runs, torch turns this into a check of that time.
+def require(condition: Union[bool, SymBool], message: Callable[[], str]) -> None:
+    """Raises ValueError unless the condition holds; where sizes are known only when a graph runs,
+    torch turns this into a check of that time."""
     torch._check_value(condition, message)
 
 
@@ -88,19 +89,19 @@ def _check_rank(name: str, tensor: Tensor, packed: bool) -> None:
 
 def _check_sizes(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
     if not packed:
-        _require(
+        require(
             (k.shape[0] == q.shape[0]) & (v.shape[0] == q.shape[0]),
             lambda: (
                 f"q, k and v have batch sizes {q.shape[0]}, {k.shape[0]} and {v.shape[0]}; they "
                 "must be equal"
             ),
         )
-    _require(
+    require(
         k.shape[-3] == v.shape[-3],
         lambda: f"k has {k.shape[-3]} rows and v has {v.shape[-3]}; they must be equal",
     )
     num_heads_q, num_heads_kv = q.shape[-2], k.shape[-2]
-    _require(
+    require(
         v.shape[-2] == num_heads_kv,
         lambda: f"k has {num_heads_kv} heads and v has {v.shape[-2]}; they must be equal",
     )
@@ -109,7 +110,7 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             f"q has {num_heads_q} heads and k and v have {num_heads_kv}; num_heads_q must be a "
             "positive multiple of num_heads_kv"
         )
-    _require(
+    require(
         q.shape[-1] == k.shape[-1],
         lambda: (
             f"q has head_dim {q.shape[-1]} and k has head_dim {k.shape[-1]}; they must be equal "
@@ -134,16 +135,9 @@ def _check_index_tensor(name: str, tensor: Optional[Tensor]) -> None:
         )
 
 
-def _check_extras(
-    q: Tensor,
-    k: Tensor,
-    packed: bool,
-    batch_size: int,
-    alibi_slopes: Optional[Tensor],
-    s_aux: Optional[Tensor],
-    attn_bias: Optional[Tensor],
+def check_head_terms(
+    num_heads_q: int, batch_size: int, alibi_slopes: Optional[Tensor], s_aux: Optional[Tensor]
 ) -> None:
-    num_heads_q = q.shape[-2]
     if alibi_slopes is not None:
         allowed = [(num_heads_q,), (batch_size, num_heads_q)]
         if tuple(alibi_slopes.shape) not in allowed:
@@ -155,6 +149,19 @@ def _check_extras(
         raise ValueError(
             f"s_aux has shape {tuple(s_aux.shape)}; it must be (num_heads_q,) = ({num_heads_q},)"
         )
+
+
+def _check_extras(
+    q: Tensor,
+    k: Tensor,
+    packed: bool,
+    batch_size: int,
+    alibi_slopes: Optional[Tensor],
+    s_aux: Optional[Tensor],
+    attn_bias: Optional[Tensor],
+) -> None:
+    num_heads_q = q.shape[-2]
+    check_head_terms(num_heads_q, batch_size, alibi_slopes, s_aux)
     if attn_bias is None:
         return
     sizes = (num_heads_q, q.shape[0]) if packed else (batch_size, num_heads_q, q.shape[1])
@@ -164,7 +171,7 @@ def _check_extras(
             fits = fits & ((found == 1) | (found == size))
         if not packed:
             fits = fits & (attn_bias.shape[-1] == k.shape[1])
-    _require(
+    require(
         fits,
         lambda: (
             f"attn_bias has shape {tuple(attn_bias.shape)}; it must be "

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Optional, Union
 
+import torch
 from torch import Tensor
 
 from .arguments import check_flag, check_whole_number
@@ -100,7 +101,9 @@ def flash_attn_with_kvcache(
         raise ValueError(
             "block_table and page_table are both given; they are two names of one table"
         )
+    renamed = None if page_table is None else {"block_table": "page_table"}
     page_table = block_table if page_table is None else page_table
+    return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     if (k is None) != (v is None):
         missing = "k" if k is None else "v"
         raise ValueError(f"{missing} is missing; k and v are appended together")
@@ -113,9 +116,7 @@ def flash_attn_with_kvcache(
         )
     check_inference(
         "flash_attn_with_kvcache",
-        q=q,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        {"q": q, "k_cache": k_cache, "v_cache": v_cache},
         k=k,
         v=v,
         rotary_cos=rotary_cos,
@@ -123,11 +124,13 @@ def flash_attn_with_kvcache(
         cache_seqlens=cache_seqlens if isinstance(cache_seqlens, Tensor) else None,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
-        block_table=page_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        **{"page_table" if renamed else "block_table": page_table},
     )
-    check_paged(k_cache, page_table)
+    check_paged(k_cache, page_table, renamed)
+    if k is not None:
+        _check_written(k_cache=k_cache, v_cache=v_cache)
     lengths, seqlen = _lengths(cache_seqlens, k_cache, page_table)
     out, softmax_lse = attend(
         q,
@@ -152,8 +155,21 @@ def flash_attn_with_kvcache(
         softcap,
         check_flag("rotary_interleaved", rotary_interleaved),
         check_whole_number("num_splits", num_splits),
+        renamed,
     )
-    return (out, softmax_lse) if check_flag("return_softmax_lse", return_softmax_lse) else out
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _check_written(**caches: Tensor) -> None:
+    """Refuses views that torch would write into a copy of. A compiler does not know them."""
+    if torch.compiler.is_compiling():
+        return
+    for name, cache in caches.items():
+        if cache.is_neg() or cache._is_zerotensor():
+            raise ValueError(
+                f"{name} is a view of other numbers than those in memory (negative or zero), which "
+                f"new rows cannot be written into; pass {name}.clone()"
+            )
 
 
 def _lengths(
@@ -163,6 +179,7 @@ def _lengths(
     if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
         return cache_seqlens, 0
     if cache_seqlens is not None:
-        return None, check_whole_number("cache_seqlens", cache_seqlens)
+        what = "an int or an int32 tensor of shape (batch_size,)"
+        return None, check_whole_number("cache_seqlens", cache_seqlens, what)
     pages = 1 if page_table is None else page_table.shape[1]
-    return None, pages * k_cache.shape[1]
+    return None, check_whole_number("k_cache's rows", pages * k_cache.shape[1])

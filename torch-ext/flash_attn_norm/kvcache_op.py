@@ -10,14 +10,22 @@ from torch import Tensor
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import check_flag, check_number, check_tensor, refuse_forward_mode
 from .attention_op import check_window_size, checks_values, refuse_dtensor
-from .attention_shapes import refuse_other_devices
+from .calls import call
+from .kvcache_shapes import check_kvcache_shapes
+
+# How flash_attn_varlen_func names what the op calls a cache.
+_PACKED_NAMES = {"k_cache": "k", "v_cache": "v"}
 
 
-def check_inference(function: str, **tensors: Optional[Tensor]) -> None:
-    """Refuses what is no plain tensor, and a gradient that would silently stop here."""
+def check_inference(
+    function: str, required: dict[str, Tensor], **optional: Optional[Tensor]
+) -> None:
+    """Refuses what is no plain tensor, None but for ``required`` ones apart, and a gradient that
+    would silently stop here."""
     recording = torch.is_grad_enabled()
+    tensors = {**required, **optional}
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name not in required:
             continue
         refuse_dtensor(name, tensor)
         check_tensor(name, tensor)
@@ -29,18 +37,21 @@ def check_inference(function: str, **tensors: Optional[Tensor]) -> None:
     refuse_forward_mode(function, **tensors)
 
 
-def check_paged(k_cache: Tensor, page_table: Optional[Tensor]) -> None:
+def check_paged(
+    k_cache: Tensor, page_table: Optional[Tensor], renamed: Optional[dict[str, str]]
+) -> None:
     """Ranks that are needed before the op can say what is wrong with the rest."""
+    names = renamed or {}
     if page_table is not None and page_table.dim() != 2:
         raise ValueError(
-            f"page_table has shape {tuple(page_table.shape)}; it must be (batch_size, "
-            "pages_per_sequence)"
+            f"{names.get('block_table', 'block_table')} has shape {tuple(page_table.shape)}; it "
+            "must be (batch_size, pages_per_sequence)"
         )
     if k_cache.dim() != 4:
         layout = "batch_size_cache, seqlen_cache" if page_table is None else "num_pages, page_size"
         raise ValueError(
-            f"k_cache has shape {tuple(k_cache.shape)}, {k_cache.dim()} dimensions; expected 4: "
-            f"({layout}, num_heads_kv, head_dim)"
+            f"{names.get('k_cache', 'k_cache')} has shape {tuple(k_cache.shape)}, {k_cache.dim()} "
+            f"dimensions; expected 4: ({layout}, num_heads_kv, head_dim)"
         )
 
 
@@ -67,16 +78,18 @@ def paged_attention(
         raise ValueError("attn_bias is given with a block_table; it must be None")
     check_inference(
         "flash_attn_varlen_func with a block_table",
-        q=q,
-        k=k_cache,
-        v=v_cache,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
+        {
+            "q": q,
+            "k": k_cache,
+            "v": v_cache,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_k": cu_seqlens_k,
+        },
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
-    check_paged(k_cache, block_table)
+    check_paged(k_cache, block_table, _PACKED_NAMES)
     return attend(
         q,
         k_cache,
@@ -100,6 +113,7 @@ def paged_attention(
         softcap,
         False,
         0,
+        _PACKED_NAMES,
     )
 
 
@@ -126,8 +140,10 @@ def attend(
     softcap: float,
     rotary_interleaved: bool,
     num_splits: int,
+    renamed: Optional[dict[str, str]],
 ) -> tuple[Tensor, Tensor]:
-    """One call of the op that appends, or of the one that only reads; ``(out, softmax_lse)``."""
+    """One call of the op that appends, or of the one that only reads; ``(out, softmax_lse)``.
+    ``renamed`` is that of ``call``."""
     window_left, window_right = check_window_size(window_size)
     causal, softcap = check_flag("causal", causal), check_number("softcap", softcap)
     if softmax_scale is None:
@@ -136,7 +152,8 @@ def attend(
     else:
         softmax_scale = check_number("softmax_scale", softmax_scale)
     if k is None:
-        return ops.attention_kvcache(
+        return call(
+            ops.attention_kvcache,
             q,
             k_cache,
             v_cache,
@@ -156,8 +173,10 @@ def attend(
             softcap,
             num_splits,
             checks_values(),
+            renamed=renamed,
         )
-    results = ops.attention_kvcache_append(
+    results = call(
+        ops.attention_kvcache_append,
         k_cache,
         v_cache,
         q,
@@ -180,6 +199,7 @@ def attend(
         rotary_interleaved,
         num_splits,
         checks_values(),
+        renamed=renamed,
     )
     _note_writes(k_cache, v_cache)
     return results
@@ -217,20 +237,20 @@ def _attention_kvcache_fake(
     num_splits,
     check_values,
 ):
-    refuse_other_devices(
+    check_kvcache_shapes(
         q,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache,
+        v_cache,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
-        page_table=page_table,
+        block_table=page_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
-    return _empty_results(q, k_cache, v_cache, packed=cu_seqlens_q is not None)
+    return _empty_results(q, v_cache, packed=cu_seqlens_q is not None)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("attention_kvcache_append"))
@@ -258,10 +278,10 @@ def _attention_kvcache_append_fake(
     num_splits,
     check_values,
 ):
-    refuse_other_devices(
+    check_kvcache_shapes(
         q,
-        k_cache=k_cache,
-        v_cache=v_cache,
+        k_cache,
+        v_cache,
         k=k,
         v=v,
         rotary_cos=rotary_cos,
@@ -269,42 +289,14 @@ def _attention_kvcache_append_fake(
         cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx,
         cache_leftpad=cache_leftpad,
-        page_table=page_table,
+        block_table=page_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
-    return _empty_results(q, k_cache, v_cache, packed=False, k=k, v=v)
+    return _empty_results(q, v_cache, packed=False)
 
 
-def _empty_results(q, k_cache, v_cache, packed, k=None, v=None):
-    """The results, after the op's errors for shapes that do not go together."""
-    rank = 3 if packed else 4
-    for name, tensor, expected in (
-        ("q", q, rank),
-        ("k_cache", k_cache, 4),
-        ("v_cache", v_cache, 4),
-    ):
-        if tensor.dim() != expected:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, {tensor.dim()} dimensions; expected "
-                f"{expected}"
-            )
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v)):
-        if tensor is not None and tensor.dtype != q.dtype:
-            raise ValueError(
-                f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must have one dtype"
-            )
-    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if tensor is not None and tensor.dim() != 4:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected 4 dimensions")
-        if tensor is not None:
-            torch._check_value(
-                tensor.shape[2] == cache.shape[2] and tensor.shape[3] == cache.shape[3],
-                lambda name=name: f"{name} and {name}_cache must have the same heads and head_dim",
-            )
-    torch._check_value(
-        q.shape[-1] == k_cache.shape[3], lambda: "q and k_cache must have one head_dim"
-    )
+def _empty_results(q: Tensor, v_cache: Tensor, packed: bool) -> tuple[Tensor, Tensor]:
     out = q.new_empty((*q.shape[:-1], v_cache.shape[-1]))
     # (num_heads_q, total_q) packed, (batch_size, num_heads_q, seqlen_q) dense
     lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])

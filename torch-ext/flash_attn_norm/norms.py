@@ -13,6 +13,7 @@ from .arguments import (
     check_tensor,
     refuse_forward_mode,
 )
+from .calls import call
 
 # As csrc/norms/params.h numbers them.
 _CASTING_MODES = {"llama": 0, "gemma": 1, "none": 2}
@@ -153,7 +154,8 @@ def _norm(
     has_sum = residual is not None or (residual_in_fp32 and x.dtype != torch.float32)
     # The backward pass reads the sum; one that no gradient needs is not stored.
     needs_residual_out = has_sum and (prenorm or _needs_gradient(x, residual, weight, bias))
-    out, residual_out, _ = ops.norm_fwd(
+    out, residual_out, _ = call(
+        ops.norm_fwd,
         x,
         residual,
         weight,
@@ -285,7 +287,8 @@ def _backward(ctx, dout, dresidual_out, _dstats):
     total, weight, bias, stats = ctx.saved_tensors
     # The residual's gradient is x's, but for the dtype that it is rounded to.
     needs_own_dresidual = needs_dresidual and ctx.residual_dtype != ctx.x_dtype
-    dx, dresidual, dweight, dbias = ops.norm_bwd(
+    dx, dresidual, dweight, dbias = call(
+        ops.norm_bwd,
         dout,
         dresidual_out,
         total,

@@ -68,7 +68,8 @@ struct KvPlan {
     Mask mask(int64_t batch) const { return mask_of(problem, kv_seqlen_info(params, batch)); }
 
     void choose_splits(int num_threads) {
-        constexpr int64_t kItemsPerThread = 2, kMinKeys = 256;
+        // More splits than the GPU's limit would only cost workspace.
+        constexpr int64_t kItemsPerThread = 2, kMinKeys = 256, kMaxSplits = 128;
         int64_t longest = 1;
         for (int64_t batch = 0; batch < problem.batch_size; ++batch) {
             const Mask seen = mask(batch);
@@ -79,7 +80,7 @@ struct KvPlan {
         }
         const int64_t items = max_of(num_units * num_chunks, 1);
         const int64_t wanted = params.num_splits > 0
-                                   ? min_of(params.num_splits, longest)
+                                   ? min_of(min_of(params.num_splits, kMaxSplits), longest)
                                    : min_of((kItemsPerThread * num_threads + items - 1) / items,
                                             (longest + kMinKeys - 1) / kMinKeys);
         split_keys = round_up((longest + wanted - 1) / wanted, kPanel);

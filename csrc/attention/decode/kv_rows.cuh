@@ -16,7 +16,7 @@ template <class Config>
 struct KvRows {
     const uint16_t* k;  // of the head: entry 0 (the sequence's own without pages), row 0
     const uint16_t* v;
-    const int32_t* pages = nullptr;  // of the sequence; null: no pages
+    const int32_t* pages = nullptr;  // of the sequence; null: no pages, or none in use
     int key_begin, key_end;          // the other keys are filled with zeros and not read
     int first_position;              // of key 0
     int first_row;
@@ -34,7 +34,7 @@ struct KvRows {
           first_position(block.first_position),
           first_row(first_row_in_tile) {
         const KvCacheLayout& cache = params.cache;
-        if (cache.page_table != nullptr) {
+        if (cache.is_paged) {
             pages = cache.page_table + block.batch * cache.page_table_stride;
         } else {
             // Inside the cache, or the sequence has no keys

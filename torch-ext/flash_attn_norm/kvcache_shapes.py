@@ -1,0 +1,204 @@
+"""What the ops of a key-value cache refuse by devices, dtypes and shapes alone, for their fakes: a
+call on "meta" tensors and a trace end with the errors of a real call."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .attention_shapes import FLOAT_DTYPES, check_head_terms, refuse_other_devices, require
+
+_MAX_HEAD_DIM = 512
+_LATENT = (576, 512)  # multi-head latent attention
+
+
+def check_kvcache_shapes(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Optional[Tensor] = None,
+    v: Optional[Tensor] = None,
+    rotary_cos: Optional[Tensor] = None,
+    rotary_sin: Optional[Tensor] = None,
+    cu_seqlens_q: Optional[Tensor] = None,
+    cu_seqlens_k: Optional[Tensor] = None,
+    cache_seqlens: Optional[Tensor] = None,
+    cache_batch_idx: Optional[Tensor] = None,
+    cache_leftpad: Optional[Tensor] = None,
+    block_table: Optional[Tensor] = None,
+    alibi_slopes: Optional[Tensor] = None,
+    s_aux: Optional[Tensor] = None,
+) -> None:
+    """Raises the op's ValueError for tensors that do not go together."""
+    cumulative = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    per_sequence = {
+        "cache_seqlens": cache_seqlens,
+        "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad,
+    }
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    new = {"k": k, "v": v}
+    refuse_other_devices(
+        q,
+        **caches,
+        **new,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        **cumulative,
+        **per_sequence,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        s_aux=s_aux,
+    )
+    _check_dtypes(q, **caches, **new)
+    packed = cu_seqlens_q is not None
+    _check_rank("q", q, 3 if packed else 4)
+    for name, tensor in {**caches, **new}.items():
+        _check_rank(name, tensor, 4)
+    _check_sizes(q, k_cache, v_cache)
+    for name, tensor in cumulative.items():
+        _check_index_tensor(name, tensor, "(batch_size + 1,)", None)
+    batch_size = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+    for name, tensor in per_sequence.items():
+        _check_index_tensor(name, tensor, "(batch_size,)", batch_size)
+    if block_table is not None:
+        _check_table(block_table, cache_batch_idx, batch_size)
+    if k is not None:
+        _check_new_rows(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
+    check_head_terms(q.shape[-2], batch_size, alibi_slopes, s_aux)
+
+
+def _check_dtypes(q: Tensor, **tensors: Optional[Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype != q.dtype:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must have one dtype: "
+                "cast q, or make the cache in q's"
+            )
+    if q.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"q and the cache have dtype {q.dtype}; allowed are torch.bfloat16, torch.float16 and, "
+            "on the CPU, torch.float32"
+        )
+
+
+def _check_rank(name: str, tensor: Optional[Tensor], rank: int) -> None:
+    if tensor is not None and tensor.dim() != rank:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)}, {tensor.dim()} dimensions; expected {rank}"
+        )
+
+
+def _check_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    k_shape, v_shape = k_cache.shape, v_cache.shape
+    require(
+        (k_shape[0] == v_shape[0]) & (k_shape[1] == v_shape[1]) & (k_shape[2] == v_shape[2]),
+        lambda: (
+            f"k_cache has shape {tuple(k_shape)} and v_cache has shape {tuple(v_shape)}; all but "
+            "the last dimension must be equal"
+        ),
+    )
+    num_heads_q, num_heads_kv = q.shape[-2], k_shape[2]
+    if num_heads_kv < 1 or num_heads_q < 1 or num_heads_q % num_heads_kv != 0:
+        raise ValueError(
+            f"q has {num_heads_q} heads and the cache has {num_heads_kv}; num_heads_q must be a "
+            "positive multiple of num_heads_kv"
+        )
+    head_dim, head_dim_v = q.shape[-1], v_shape[3]
+    require(
+        k_shape[3] == head_dim,
+        lambda: (
+            f"q has head_dim {head_dim} and k_cache has head_dim {k_shape[3]}; they must be equal "
+            "(only that of v_cache may differ)"
+        ),
+    )
+    if (head_dim, head_dim_v) == _LATENT:
+        return
+    for name, size in (("q and k_cache have", head_dim), ("v_cache has", head_dim_v)):
+        if size < 1 or size > _MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} head_dim {size}; allowed are 1 to {_MAX_HEAD_DIM}, and {_LATENT[0]} with "
+                f"{_LATENT[1]} in v_cache"
+            )
+
+
+def _check_index_tensor(
+    name: str, tensor: Optional[Tensor], shape: str, size: Optional[int]
+) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != torch.int32:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be torch.int32")
+    fits = tensor.dim() == 1
+    if fits and size is not None:
+        fits = tensor.shape[0] == size
+    require(fits, lambda: f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
+
+
+def _check_table(block_table: Tensor, cache_batch_idx: Optional[Tensor], batch_size: int) -> None:
+    if block_table.dtype != torch.int32 or block_table.dim() != 2:
+        raise ValueError(
+            f"block_table has shape {tuple(block_table.shape)} and dtype {block_table.dtype}; it "
+            "must be torch.int32 of shape (batch_size, pages_per_sequence)"
+        )
+    require(
+        block_table.shape[0] == batch_size,
+        lambda: (
+            f"block_table has shape {tuple(block_table.shape)}; it must have a row for each of the "
+            f"{batch_size} sequences"
+        ),
+    )
+    if cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx and block_table are both given; pass the table alone")
+
+
+def _check_new_rows(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary_cos: Optional[Tensor],
+    rotary_sin: Optional[Tensor],
+) -> None:
+    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        expected = (q.shape[0], k.shape[1], *cache.shape[2:])
+        fits = True
+        for found, size in zip(rows.shape, expected):
+            fits = fits & (found == size)
+        require(
+            fits,
+            lambda name=name, rows=rows, expected=expected: (
+                f"{name} has shape {tuple(rows.shape)}; it must be (batch_size, seqlen_new, "
+                f"num_heads_kv, head_dim) = {tuple(expected)}"
+            ),
+        )
+    if (rotary_cos is None) != (rotary_sin is None):
+        missing = "rotary_cos" if rotary_cos is None else "rotary_sin"
+        raise ValueError(f"{missing} is missing; a rotation takes both rotary_cos and rotary_sin")
+    if rotary_cos is None:
+        return
+    _check_rank("rotary_cos", rotary_cos, 2)
+    _check_rank("rotary_sin", rotary_sin, 2)
+    if rotary_cos.dtype != rotary_sin.dtype or rotary_cos.dtype not in (q.dtype, torch.float32):
+        raise ValueError(
+            f"rotary_cos has dtype {rotary_cos.dtype} and rotary_sin has {rotary_sin.dtype}; both "
+            f"must be torch.float32 or both q's, {q.dtype}"
+        )
+    require(
+        (rotary_cos.shape[0] == rotary_sin.shape[0]) & (rotary_cos.shape[1] == rotary_sin.shape[1]),
+        lambda: (
+            f"rotary_cos has shape {tuple(rotary_cos.shape)} and rotary_sin has shape "
+            f"{tuple(rotary_sin.shape)}; they must be equal"
+        ),
+    )
+    require(
+        (rotary_cos.shape[0] >= 1)
+        & (rotary_cos.shape[1] >= 1)
+        & (2 * rotary_cos.shape[1] <= k_cache.shape[3]),
+        lambda: (
+            f"rotary_cos has shape {tuple(rotary_cos.shape)}; it must have a row for each position "
+            "and rotary_dim / 2 columns, rotary_dim being at most head_dim, "
+            f"{k_cache.shape[3]}"
+        ),
+    )
