@@ -42,6 +42,45 @@ def test_what_is_no_number(kernel, inputs, name, value):
     refused(f"{name} is", kernel.flash_attn_func, **inputs, **{name: value})
 
 
+BOOLS = [True, False, torch.tensor(True)]
+
+
+@pytest.mark.parametrize("value", BOOLS, ids=str)
+def test_a_bool_is_no_number(kernel, inputs, packed_inputs, value):
+    """A flag in another argument's place, as in flash_attn_func(q, k, v, True)."""
+    for name in ("softmax_scale", "softcap", "dropout_p"):
+        refused(f"{name} is", kernel.flash_attn_func, **inputs, **{name: value})
+    for window in ((value, 0), (0, value)):
+        refused("window_size[", kernel.flash_attn_func, **inputs, window_size=window)
+    if isinstance(value, bool):
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            refused(f"{name} is", kernel.flash_attn_varlen_func, **{**packed_inputs, name: value})
+    q, k, v = inputs.values()
+    refused("dropout_p is", kernel.flash_attn_func, q, k, v, value)
+    refused("num_splits is", kernel.flash_attn_with_kvcache, q, k, v, num_splits=value)
+    refused("cache_seqlens is", kernel.flash_attn_with_kvcache, q, k, v, cache_seqlens=value)
+    for norm in (kernel.rms_norm, kernel.layer_norm):
+        refused("eps is", norm, q, eps=value)
+    refused("weight_offset is", kernel.rms_norm, q, q[0, 0, 0], weight_offset=value)
+    for name in ("window_size_left", "window_size_right"):
+        window = {"window_size_left": -1, "window_size_right": -1, name: value}
+        forward = kernel._flash_attn_forward
+        refused(
+            f"{name} is",
+            forward,
+            q,
+            k,
+            v,
+            0.0,
+            1.0,
+            False,
+            **window,
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
+
+
 @pytest.mark.parametrize("name", ["softmax_scale", "softcap", "dropout_p"])
 def test_scalars_that_want_a_gradient(kernel, inputs, name):
     learned = torch.tensor(0.5, requires_grad=True)

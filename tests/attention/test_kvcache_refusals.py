@@ -214,6 +214,11 @@ def test_forward_mode(kernel, case):
         ("k_cache", lambda cache: cache[..., :8]),
         ("q", lambda q: q[0]),
         ("v_cache", lambda cache: cache.half()),
+        ("v_cache", lambda cache: cache[:1]),
+        ("q", lambda q: q[:, :, :3]),
+        ("q", lambda q: torch.cat([q] * 40, -1)),
+        ("cache_seqlens", lambda lengths: lengths.long()),
+        ("cache_seqlens", lambda lengths: lengths[:1]),
     ],
 )
 def test_meta_tensors(kernel, case, name, changed):
@@ -227,6 +232,55 @@ def test_meta_tensors(kernel, case, name, changed):
 @pytest.mark.parametrize("name", ["q", "k_cache", "cache_seqlens", "cache_leftpad"])
 def test_no_tensors(kernel, case, name):
     refused(lambda: kernel.flash_attn_with_kvcache(**{**case, name: "x"}), name, "'x' (str)")
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+@pytest.mark.parametrize("appends", [False, True])
+def test_missing_tensors(kernel, case, name, appends):
+    case = {**case, name: None} if appends else {**case, name: None, "k": None, "v": None}
+    refused(lambda: kernel.flash_attn_with_kvcache(**case), f"{name} is None", "torch.Tensor")
+
+
+@pytest.mark.parametrize("value", [True, False, 3.0, [3, 4], "3", torch.tensor(True)], ids=str)
+def test_lengths_that_are_no_int(kernel, case, value):
+    said = "cache_seqlens is", "it must be an int or "
+    refused_whole(kernel, case, *said, cache_seqlens=value)
+
+
+@pytest.mark.parametrize("append", [False, True], ids=["read", "append"])
+def test_every_result_flag_before_the_append(kernel, case, append):
+    if not append:
+        case |= {"k": None, "v": None}
+    said = "return_softmax_lse is 'x'", "True or False"
+    refused_whole(kernel, case, *said, return_softmax_lse="x")
+
+
+def test_the_table_by_the_name_that_it_has(kernel, paged):
+    table = paged.pop("block_table")
+    wrong = table.clone()
+    wrong[0, 0] = 99
+    for name in ("block_table", "page_table"):
+        refused_whole(kernel, paged, f"{name} has dtype", **{name: table.long()})
+        refused_whole(kernel, paged, f"{name} has shape", **{name: table[0]})
+        refused_whole(kernel, paged, f"{name} is 'x'", **{name: "x"})
+        if table.device.type == "cpu":
+            refused_whole(kernel, paged, f"{name}[0, 0] is 99", **{name: wrong})
+
+
+def test_views_of_other_numbers(kernel, case):
+    """Torch would write new rows into a copy."""
+    for name in ("k_cache", "v_cache"):
+        negative = torch._neg_view(case[name])
+        refused(
+            lambda name=name, view=negative: kernel.flash_attn_with_kvcache(**{**case, name: view}),
+            f"{name} is a view",
+            "clone()",
+        )
+    case |= {name: case[name].nan_to_num_() for name in ("k_cache", "v_cache")}
+    reading = {name: value for name, value in case.items() if name not in ("k", "v")}
+    expected = kernel.flash_attn_with_kvcache(**{**reading, "q": -case["q"]})
+    out = kernel.flash_attn_with_kvcache(**{**reading, "q": torch._neg_view(case["q"])})
+    assert_same_bits("out", out, expected)
 
 
 def test_more_than_the_capacity_as_an_int(kernel, case, paged):
@@ -324,5 +378,10 @@ class TestValues:
         refused(call(cu_seqlens_q=wrong), "cu_seqlens_q decreases at index 2")
         refused(call(cu_seqlens_k=wrong[:2]), "cu_seqlens_k", "batch_size + 1 = 3")
         refused(call(dropout_p=0.1), "dropout_p", "block_table")
+        refused(call(k=inputs["k"].half()), "k has dtype torch.float16")
+        refused(call(v=inputs["v"][:, :1]), "k has shape", "and v has shape")
+        refused(call(k=inputs["k"][0]), "k has shape", "expected 4")
+        for name in ("q", "k", "v"):
+            refused(call(**{name: None}), f"{name} is None", "torch.Tensor")
         refused(call(attn_bias=torch.zeros(1, 1, 20)), "attn_bias", "block_table")
         refused(call(q=inputs["q"].clone().requires_grad_()), "q.requires_grad", "block_table")

@@ -7,6 +7,7 @@ import torch
 from errors import assert_same_bits, assert_within, assert_zero, poisoned_memory
 
 from .comparison import make_inputs, make_packed, random_dout, run_ours
+from .kvcache_comparison import lengths_tensor, random_pages
 
 DENSE_FORWARD = (
     "q k v dropout_p softmax_scale causal window_size_left window_size_right softcap "
@@ -175,9 +176,52 @@ def test_refusals(kernel, bf16_place):
     call = kernel._flash_attn_varlen_forward
     with pytest.raises(ValueError, match="return_softmax is True"):
         call(**inputs, **lengths, **scalars, return_softmax=True)
-    for name in ("block_table", "leftpad_k", "seqused_k"):
-        with pytest.raises(ValueError, match=f"{name} is given"):
+    for name in ("leftpad_k", "seqused_k"):
+        with pytest.raises(ValueError, match=f"{name} is given without a block_table"):
             call(**inputs, **lengths, **scalars, **{name: inputs["cu_seqlens_q"]})
+
+
+def test_pages(kernel, bf16_place):
+    """With a block table keys and values are pages, as flash_attn_varlen_func has them."""
+    inputs = make_packed(bf16_place, [3, 5], [20, 9], head_dim=64)
+    table = random_pages([20, 9], 8, bf16_place)
+    pages = {name: torch.randn(7, 8, 2, 64, **bf16_place) for name in ("k", "v")}
+    lengths = {"max_seqlen_q": 5, "max_seqlen_k": 20}
+    scalars = {"dropout_p": 0.0, "softmax_scale": SCALE, "causal": True}
+    paged = {**inputs, **pages, **lengths, **scalars, "block_table": table}
+    out, lse, _, rng_state = kernel._flash_attn_varlen_forward(**paged, window_size_left=7)
+    expected = kernel.flash_attn_varlen_func(**paged, window_size=(7, -1), return_softmax_lse=True)
+    assert_same_bits("out", out, expected[0])
+    assert_same_bits("lse", lse, expected[1])
+    assert rng_state.tolist() == [0, 0]
+
+    used, leftpad = (lengths_tensor(values, bf16_place) for values in ([17, 9], [2, 0]))
+    more = {"seqused_k": used, "leftpad_k": leftpad}
+    out, lse, _, _ = kernel._flash_attn_varlen_forward(**paged, **more)
+    shorter = make_packed(bf16_place, [3, 5], [17, 9])["cu_seqlens_k"]
+    rows = [
+        kernel.flash_attn_with_kvcache(
+            inputs["q"][begin:end][None],
+            pages["k"],
+            pages["v"],
+            cache_seqlens=used[i : i + 1],
+            cache_leftpad=leftpad[i : i + 1],
+            block_table=table[i : i + 1],
+            softmax_scale=SCALE,
+            causal=True,
+        )[0]
+        for i, (begin, end) in enumerate(((0, 3), (3, 8)))
+    ]
+    unit = torch.finfo(torch.bfloat16).eps * max(1, out.abs().max().item())
+    assert_within("out", out, torch.cat(rows), 4 * unit)
+    out, _, _, _ = kernel._flash_attn_varlen_forward(**paged, seqused_k=used)
+    expected = kernel.flash_attn_varlen_func(**{**paged, "cu_seqlens_k": shorter})
+    assert_same_bits("out", out, expected)
+    if bf16_place["device"].type == "cpu":
+        with pytest.raises(ValueError, match=r"seqused_k\[0\] is 50"):
+            kernel._flash_attn_varlen_forward(**paged, seqused_k=used + 33)
+    with pytest.raises(ValueError, match=r"dropout_p is 0\.1 with a block_table"):
+        kernel._flash_attn_varlen_forward(**{**paged, "dropout_p": 0.1})
 
 
 @pytest.fixture

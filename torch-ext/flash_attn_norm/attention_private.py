@@ -10,6 +10,7 @@ from ._ops import ops
 from .arguments import check_flag, check_number, check_tensor, check_whole_number
 from .attention_op import check_scalars, check_tensors, checks_values, draw_rng_state
 from .calls import call
+from .kvcache_op import paged_attention
 
 _ROW_BLOCK = 128  # FlashAttention-2 rounds the rows of softmax_d up to this
 
@@ -21,10 +22,10 @@ def _refuse_return_softmax(return_softmax: bool) -> None:
         )
 
 
-def _refuse_given(**arguments: Optional[Tensor]) -> None:
+def _refuse_without_table(**arguments: Optional[Tensor]) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{name} is given, but it is not supported; it must be None")
+            raise ValueError(f"{name} is given without a block_table; it must be None")
 
 
 def _check_index_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -222,12 +223,35 @@ def _flash_attn_varlen_forward(
     """``(out, softmax_lse, S_dmask, rng_state)`` of packed attention; see ``_flash_attn_forward``.
 
     ``max_seqlen_q`` and ``max_seqlen_k`` are read by nothing. ``zero_tensors`` changes nothing:
-    every element is written. ``block_table``, ``leftpad_k`` and ``seqused_k`` must be None
-    (ValueError). Shapes and further errors are those of ``flash_attn_varlen_func``.
+    every element is written. With a ``block_table``, ``leftpad_k`` and ``seqused_k`` are
+    (batch_size,) int32: rows in front of the first key, and the number of keys where it is not
+    ``cu_seqlens_k`` that says it; without one both must be None (ValueError). Shapes and further
+    errors are those of ``flash_attn_varlen_func``.
     """
     _refuse_return_softmax(return_softmax)
-    _refuse_given(block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k)
     _check_index_tensors(cu_seqlens_q, cu_seqlens_k)
+    if block_table is not None:
+        out, softmax_lse = paged_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            block_table,
+            dropout_p,
+            softmax_scale,
+            causal,
+            (window_size_left, window_size_right),
+            softcap,
+            alibi_slopes,
+            None,
+            None,
+            leftpad_k,
+            seqused_k,
+        )
+        rng_state = torch.zeros((2,), dtype=torch.int64, device=q.device)
+        return out, softmax_lse, q.new_empty((0,)), rng_state
+    _refuse_without_table(leftpad_k=leftpad_k, seqused_k=seqused_k)
     check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, None, None)
     dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap

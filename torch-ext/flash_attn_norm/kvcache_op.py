@@ -13,8 +13,13 @@ from .attention_op import check_window_size, checks_values, refuse_dtensor
 from .calls import call
 from .kvcache_shapes import check_kvcache_shapes
 
-# How flash_attn_varlen_func names what the op calls a cache.
-_PACKED_NAMES = {"k_cache": "k", "v_cache": "v"}
+# How the packed functions name what the op calls otherwise.
+_PACKED_NAMES = {
+    "k_cache": "k",
+    "v_cache": "v",
+    "cache_seqlens": "seqused_k",
+    "cache_leftpad": "leftpad_k",
+}
 
 
 def check_inference(
@@ -70,8 +75,11 @@ def paged_attention(
     alibi_slopes: Optional[Tensor],
     s_aux: Optional[Tensor],
     attn_bias: Optional[Tensor],
+    leftpad_k: Optional[Tensor] = None,
+    seqused_k: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
-    """``flash_attn_varlen_func`` with a block table: keys on the pages of a cache."""
+    """``flash_attn_varlen_func`` with a block table: keys on the pages of a cache. A ``seqused_k``
+    says their number instead of ``cu_seqlens_k``."""
     if check_number("dropout_p", dropout_p) != 0:
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; it must be 0")
     if attn_bias is not None:
@@ -88,6 +96,8 @@ def paged_attention(
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        leftpad_k=leftpad_k,
+        seqused_k=seqused_k,
     )
     check_paged(k_cache, block_table, _PACKED_NAMES)
     return attend(
@@ -99,10 +109,10 @@ def paged_attention(
         None,
         None,
         cu_seqlens_q,
-        cu_seqlens_k,
+        cu_seqlens_k if seqused_k is None else None,
+        seqused_k,
         None,
-        None,
-        None,
+        leftpad_k,
         block_table,
         alibi_slopes,
         s_aux,
