@@ -157,8 +157,6 @@ void run(const Tensor& x, NormFwdParams& params) {
 #if defined(CUDA_KERNEL)
     if (!x.is_cpu()) {
         const fan::CudaContext context(x);
-        const Tensor workspace = empty_workspace(x, fan::cuda::norm_fwd_workspace_bytes(params));
-        params.workspace = workspace.mutable_data_ptr();
         fan::cuda::norm_fwd(params, context.stream());
         return;
     }
@@ -172,9 +170,12 @@ void run(const Tensor& x, NormBwdParams& params) {
 #if defined(CUDA_KERNEL)
     if (!x.is_cpu()) {
         const fan::CudaContext context(x);
-        const Tensor workspace = empty_workspace(x, fan::cuda::norm_bwd_workspace_bytes(params));
-        params.workspace = workspace.mutable_data_ptr();
-        fan::cuda::norm_bwd(params, context.stream());
+        Tensor workspace;
+        const auto allocate = [&](int64_t bytes) {
+            workspace = empty_workspace(x, bytes);
+            return workspace.mutable_data_ptr();
+        };
+        fan::cuda::norm_bwd(params, allocate, context.stream());
         return;
     }
 #endif

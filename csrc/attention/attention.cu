@@ -3,55 +3,18 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 #include "attention/attention.h"
+#include "attention/attention_device.h"
 #include "attention/bwd_passes.h"
 #include "attention/sm80/launch.h"
 #include "attention/sm90/bwd_launch.h"
 #include "attention/sm90/fwd_launch.h"
-#include "common/check.h"
 #include "common/dispatch.h"
 
 namespace flash_attn_norm {
 
 namespace {
-
-/// Of every device of this machine. Asking for attributes makes no context.
-std::vector<sm80::DeviceLimits> read_device_limits() {
-    int count = 0;
-    FAN_CUDA_CHECK(cudaGetDeviceCount(&count));
-    std::vector<sm80::DeviceLimits> all(static_cast<size_t>(count));
-    for (int device = 0; device < count; ++device) {
-        const auto attribute = [&](int& value, cudaDeviceAttr name) {
-            FAN_CUDA_CHECK(cudaDeviceGetAttribute(&value, name, device));
-        };
-        sm80::DeviceLimits& limits = all[static_cast<size_t>(device)];
-        limits.device = device;
-        attribute(limits.capability_major, cudaDevAttrComputeCapabilityMajor);
-        attribute(limits.capability_minor, cudaDevAttrComputeCapabilityMinor);
-        attribute(limits.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-        attribute(limits.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-        attribute(limits.num_sms, cudaDevAttrMultiProcessorCount);
-    }
-    return all;
-}
-
-/// Those of the current device, read once; refuses a card that no kernel runs on.
-const sm80::DeviceLimits& device_limits() {
-    static const std::vector<sm80::DeviceLimits> all = read_device_limits();
-    int device = 0;
-    FAN_CUDA_CHECK(cudaGetDevice(&device));
-    const sm80::DeviceLimits& limits = all.at(static_cast<size_t>(device));
-    if (limits.capability_major < 8) {
-        throw std::invalid_argument("attention on CUDA device " + std::to_string(device) +
-                                    " of compute capability " +
-                                    std::to_string(limits.capability_major) + "." +
-                                    std::to_string(limits.capability_minor) +
-                                    " is not supported; it needs capability 8.0 or later");
-    }
-    return limits;
-}
 
 /// Calls fn(head dim of q and k, head dim of v) with the smallest size class that holds both.
 template <class Fn>
@@ -82,7 +45,7 @@ void with_size_class(const AttentionProblem& problem, Fn&& fn) {
 
 /// Calls fn(head dim, head dim of v, small) with the size class and the tiles that fit the device.
 template <class Fn>
-void with_bwd_class(const AttentionProblem& problem, const sm80::DeviceLimits& device, Fn&& fn) {
+void with_bwd_class(const AttentionProblem& problem, const DeviceLimits& device, Fn&& fn) {
     with_size_class(problem, [&](auto head_dim, auto head_dim_v) {
         dispatch_bool(device.shared_per_block < sm80::kLargeShared,
                       [&](auto small) { fn(head_dim, head_dim_v, small); });
@@ -90,19 +53,19 @@ void with_bwd_class(const AttentionProblem& problem, const sm80::DeviceLimits& d
 }
 
 /// Code for sm_90a runs on capability 9.0 and nowhere else.
-bool may_use_hopper(const AttentionProblem& problem, const sm80::DeviceLimits& device) {
+bool may_use_hopper(const AttentionProblem& problem, const DeviceLimits& device) {
     return device.capability_major == 9 && device.capability_minor == 0 && !problem.force_portable;
 }
 
-bool uses_hopper_fwd(const AttentionFwdParams& params, const sm80::DeviceLimits& device) {
+bool uses_hopper_fwd(const AttentionFwdParams& params, const DeviceLimits& device) {
     return may_use_hopper(params.problem, device) && sm90::can_run_fwd(params);
 }
 
-bool uses_hopper_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& device) {
+bool uses_hopper_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
     return may_use_hopper(params.problem, device) && sm90::can_run_bwd(params);
 }
 
-BwdPlan plan_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& device) {
+BwdPlan plan_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
     if (uses_hopper_bwd(params, device)) return sm90::plan_bwd(params, device.num_sms);
     BwdPlan plan;
     with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
@@ -113,22 +76,26 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, const sm80::DeviceLimits& dev
 
 }  // namespace
 
-namespace sm80 {
-
-const DeviceLimits& current_device_limits() {
-    return device_limits();
+const DeviceLimits& attention_device_limits() {
+    const DeviceLimits& limits = current_device_limits();
+    if (limits.capability_major < 8) {
+        throw std::invalid_argument("attention on CUDA device " + std::to_string(limits.device) +
+                                    " of compute capability " +
+                                    std::to_string(limits.capability_major) + "." +
+                                    std::to_string(limits.capability_minor) +
+                                    " is not supported; it needs capability 8.0 or later");
+    }
+    return limits;
 }
-
-}  // namespace sm80
 
 namespace cuda {
 
 int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params) {
-    return uses_hopper_fwd(params, device_limits()) ? sm90::kFwdWorkspaceBytes : 0;
+    return uses_hopper_fwd(params, attention_device_limits()) ? sm90::kFwdWorkspaceBytes : 0;
 }
 
 void attention_fwd(const AttentionFwdParams& params, void* stream) {
-    const sm80::DeviceLimits& device = device_limits();
+    const DeviceLimits& device = attention_device_limits();
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const bool hopper = uses_hopper_fwd(params, device);
     with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
@@ -143,7 +110,7 @@ void attention_fwd(const AttentionFwdParams& params, void* stream) {
 }
 
 int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params) {
-    return plan_bwd(params, device_limits()).carve(params).total_bytes;
+    return plan_bwd(params, attention_device_limits()).carve(params).total_bytes;
 }
 
 DType bias_gradient_dtype(const AttentionBwdParams& params) {
@@ -152,7 +119,7 @@ DType bias_gradient_dtype(const AttentionBwdParams& params) {
 }
 
 void attention_bwd(const AttentionBwdParams& params, void* stream) {
-    const sm80::DeviceLimits& device = device_limits();
+    const DeviceLimits& device = attention_device_limits();
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const BwdPlan plan = plan_bwd(params, device);
     bwd_preprocess(params, plan, cuda_stream);

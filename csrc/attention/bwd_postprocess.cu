@@ -3,6 +3,7 @@
 #include "attention/bwd_passes.h"
 #include "attention/element.cuh"
 #include "common/check.h"
+#include "common/launch.h"
 
 namespace flash_attn_norm {
 
@@ -156,7 +157,8 @@ void round_tiles(const AttentionProblem& problem, const GradientTiles& tiles, cu
     const auto kernel = problem.dtype == DType::kBFloat16
                             ? (vectors ? round_kernel<BFloat16, 4> : round_kernel<BFloat16, 1>)
                             : (vectors ? round_kernel<Float16, 4> : round_kernel<Float16, 1>);
-    kernel<<<static_cast<unsigned>(ctas), layout.threads, bytes, stream>>>(problem, tiles);
+    kernel<<<grid_size("attention backward", ctas), layout.threads, bytes, stream>>>(problem,
+                                                                                     tiles);
     check_launch("attention backward, postprocess");
 }
 
@@ -202,7 +204,8 @@ void bwd_postprocess(const AttentionBwdParams& params, const BwdPlan& plan, cuda
         const int64_t heads = strides.head != 0 ? problem.num_heads_q : 1;
         const int64_t entries = batches * heads * problem.bias_columns;
         if (entries > 0) {
-            sum_bias_kernel<<<static_cast<unsigned>((entries + kSumThreads - 1) / kSumThreads),
+            sum_bias_kernel<<<grid_size("attention backward",
+                                        (entries + kSumThreads - 1) / kSumThreads),
                               kSumThreads, 0, stream>>>(params, workspace.bias_parts, entries);
             check_launch("attention backward, bias");
         }

@@ -4,6 +4,7 @@
 #include "attention/element.cuh"
 #include "attention/online_softmax.cuh"
 #include "common/check.h"
+#include "common/launch.h"
 
 namespace flash_attn_norm {
 
@@ -193,8 +194,8 @@ void bwd_preprocess(const AttentionBwdParams& params, const BwdPlan& plan, cudaS
     if (ctas == 0) return;
     const auto kernel = problem.dtype == DType::kBFloat16 ? preprocess_kernel<BFloat16>
                                                           : preprocess_kernel<Float16>;
-    kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(params, workspace, plan.block_m,
-                                                                 plan.dq.entries());
+    kernel<<<grid_size("attention backward", ctas), kThreads, 0, stream>>>(
+        params, workspace, plan.block_m, plan.dq.entries());
     check_launch("attention backward, preprocess");
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/launch.h"
 #include "norms/arch.h"
 
 namespace flash_attn_norm {
@@ -44,7 +45,7 @@ template <class Arch, typename Params>
 void launch(void (*kernel)(Params), const LaunchShape& shape, const Params& params,
             const char* name, cudaStream_t stream) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(shape.num_ctas));
+    config.gridDim = dim3(grid_size(name, shape.num_ctas));
     config.blockDim = dim3(shape.threads_per_row, shape.row_slots);
     config.dynamicSmemBytes = shape.shared_bytes;
     config.stream = stream;
@@ -65,24 +66,12 @@ void launch(void (*kernel)(Params), const LaunchShape& shape, const Params& para
     check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
 }
 
-constexpr int kMaxDevices = 64;
-
-/// What a launch needs to know of the current device.
-struct DeviceLimits {
-    int index = 0;
-    int num_sms = 0;
-    int shared_bytes_per_cta = 0;  // with opt-in
-    int shared_bytes_per_sm = 0;
-    int threads_per_sm = 0;
-    int capability_major = 0;
-};
-
-/// Reads the current device's limits, once for each device.
-const DeviceLimits& current_device_limits();
-
 constexpr int kMaxCtasPerSm = 4;
 
-/// What is known of a kernel on each device. It belongs to the kernel and starts with zeros.
+constexpr int kMaxDevices = 64;
+
+/// What is known of a kernel on each device, but for those from kMaxDevices on, which ask CUDA each
+/// time. It belongs to the kernel and starts with zeros.
 struct KernelLimits {
     std::atomic<int> registers[kMaxDevices];
     // Of 1, 2, 4 and 8 CTAs, of which 1, 2 ... share a multiprocessor.

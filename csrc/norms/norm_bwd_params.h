@@ -10,7 +10,7 @@ namespace flash_attn_norm {
 struct NormBwdKernelParams {
     NormBwdParams params;
     int64_t num_partials = 0;          // rows of the arrays below
-    float* dweight_partial = nullptr;  // [num_partials, hidden_size], in params.workspace
+    float* dweight_partial = nullptr;  // [num_partials, hidden_size], in the workspace
     float* dbias_partial = nullptr;    // [num_partials, hidden_size]
     // The persistent kernel.
     int num_steps = 0;   // of row_slots rows each; more do not fit in memory

@@ -8,6 +8,7 @@
 #include "norms/launch.cuh"
 #include "norms/norm_bwd.cuh"
 #include "norms/norm_bwd_loop.cuh"
+#include "norms/norms.h"
 
 // Which kernels a backward pass runs, and with how many CTAs.
 
@@ -59,9 +60,9 @@ bool size_persistent_kernel(int cluster_size, BwdPlan& plan) {
     const int by_threads = device.threads_per_sm / threads;
     int ctas_per_sm = std::clamp(std::min(by_registers, by_threads), 1, kMaxCtasPerSm);
     for (; ctas_per_sm > 0; --ctas_per_sm) {
-        const int bytes = std::min(device.shared_bytes_per_sm / ctas_per_sm - kSystemBytes,
-                                   device.shared_bytes_per_cta) -
-                          kStaticBytes;
+        const int bytes =
+            std::min(device.shared_per_sm / ctas_per_sm - kSystemBytes, device.shared_per_block) -
+            kStaticBytes;
         int stages = kMaxStages;
         while (stages > 1 && shared_bytes(stages) > bytes) --stages;
         if (stages == 1) continue;
@@ -190,11 +191,10 @@ BwdPlan plan_norm_bwd(const NormBwdParams& params) {
     return plan;
 }
 
-template <class Arch>
-int64_t norm_bwd_workspace(const NormBwdParams& params) {
-    const BwdPlan plan = plan_norm_bwd<Arch>(params);
-    const int num_sums = (params.dweight != nullptr) + (params.dbias != nullptr);
+inline int64_t workspace_bytes(const BwdPlan& plan) {
     if (!plan.needs_final) return 0;
+    const NormBwdParams& params = plan.params.params;
+    const int num_sums = (params.dweight != nullptr) + (params.dbias != nullptr);
     return num_sums * plan.params.num_partials * params.problem.hidden_size *
            static_cast<int64_t>(sizeof(float));
 }
@@ -214,9 +214,9 @@ LaunchShape final_shape(const NormBwdParams& params) {
 }
 
 template <class Arch>
-void launch_norm_bwd(const NormBwdParams& params, cudaStream_t stream) {
+void launch_norm_bwd(const NormBwdParams& params, const Allocator& allocate, cudaStream_t stream) {
     BwdPlan plan = plan_norm_bwd<Arch>(params);
-    float* workspace = static_cast<float*>(params.workspace);
+    float* workspace = static_cast<float*>(allocate(workspace_bytes(plan)));
     plan.params.dweight_partial = workspace;
     plan.params.dbias_partial =
         params.dweight == nullptr

@@ -1,18 +1,18 @@
-#include "norms/launch.cuh"
+#include <cuda_runtime_api.h>
+
+#include "common/launch.h"
 #include "norms/norms.h"
 
 namespace flash_attn_norm {
 
 namespace sm80 {
 void norm_fwd(const NormFwdParams& params, cudaStream_t stream);
-int64_t norm_bwd_workspace_bytes(const NormBwdParams& params);
-void norm_bwd(const NormBwdParams& params, cudaStream_t stream);
+void norm_bwd(const NormBwdParams& params, const Allocator& allocate, cudaStream_t stream);
 }  // namespace sm80
 
 namespace sm90 {
 void norm_fwd(const NormFwdParams& params, cudaStream_t stream);
-int64_t norm_bwd_workspace_bytes(const NormBwdParams& params);
-void norm_bwd(const NormBwdParams& params, cudaStream_t stream);
+void norm_bwd(const NormBwdParams& params, const Allocator& allocate, cudaStream_t stream);
 }  // namespace sm90
 
 namespace cuda {
@@ -28,23 +28,14 @@ bool runs_sm90() {
 
 }  // namespace
 
-int64_t norm_fwd_workspace_bytes(const NormFwdParams&) {
-    return 0;
-}
-
 void norm_fwd(const NormFwdParams& params, void* stream) {
     const auto norm_fwd = runs_sm90() ? &sm90::norm_fwd : &sm80::norm_fwd;
     norm_fwd(params, static_cast<cudaStream_t>(stream));
 }
 
-int64_t norm_bwd_workspace_bytes(const NormBwdParams& params) {
-    return runs_sm90() ? sm90::norm_bwd_workspace_bytes(params)
-                       : sm80::norm_bwd_workspace_bytes(params);
-}
-
-void norm_bwd(const NormBwdParams& params, void* stream) {
+void norm_bwd(const NormBwdParams& params, const Allocator& allocate, void* stream) {
     const auto norm_bwd = runs_sm90() ? &sm90::norm_bwd : &sm80::norm_bwd;
-    norm_bwd(params, static_cast<cudaStream_t>(stream));
+    norm_bwd(params, allocate, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace cuda

@@ -82,7 +82,7 @@ struct NormFwdParams {
     float* mean = nullptr;         // [rows]; LayerNorm only
     float* rstd = nullptr;         // [rows]
 
-    void* workspace = nullptr;  // norm_fwd_workspace_bytes(params), 64-byte aligned
+    void* workspace = nullptr;  // CPU: norm_fwd_workspace_bytes(params), 64-byte aligned
 };
 
 struct NormBwdParams {
@@ -102,7 +102,7 @@ struct NormBwdParams {
     void* dbias = nullptr;       // [hidden_size]; null: not wanted
     DType dbias_dtype = DType::kBFloat16;
 
-    void* workspace = nullptr;  // norm_bwd_workspace_bytes(params), 64-byte aligned
+    void* workspace = nullptr;  // CPU: norm_bwd_workspace_bytes(params), 64-byte aligned
 };
 
 }  // namespace flash_attn_norm

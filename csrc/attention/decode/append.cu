@@ -7,8 +7,8 @@
 #include "attention/element.cuh"
 #include "attention/kv_cache.h"
 #include "attention/seqlens.h"
-#include "attention/sm80/launch.h"
 #include "common/check.h"
+#include "common/launch.h"
 #include "common/vec.cuh"
 
 namespace flash_attn_norm {
@@ -181,7 +181,7 @@ void kvcache_append(const KvCacheAppendParams& params, void* stream) {
             "a token; got " +
             std::to_string(items * kUnit));
     }
-    const dim3 ctas(sm80::grid_size(params.batch_size * grid.tokens),
+    const dim3 ctas(grid_size("appending to a cache", params.batch_size * grid.tokens),
                     static_cast<unsigned>(blocks));
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     if (params.dtype == DType::kBFloat16) {

@@ -4,7 +4,7 @@
 
 #include "attention/decode/launch.h"
 #include "attention/decode/row_total.cuh"
-#include "attention/sm80/launch.h"
+#include "common/launch.h"
 #include "ptx/grid_dependency.cuh"
 
 namespace flash_attn_norm {
@@ -120,8 +120,8 @@ void launch_combine_of(const SplitParams& params, cudaStream_t stream) {
     constexpr int64_t kFewRows = 512;
     const auto launch = [&](auto kernel, int rows_per_cta) {
         const int64_t ctas = (params.total_rows + rows_per_cta - 1) / rows_per_cta;
-        launch_kernel<Arch>(kernel, dim3(sm80::grid_size(ctas)), kCombineThreads, 0, params,
-                            "the combination of splits", stream);
+        launch_kernel<Arch>(kernel, dim3(grid_size("the combination of splits", ctas)),
+                            kCombineThreads, 0, params, "the combination of splits", stream);
     };
     if (params.total_rows < kFewRows) {
         launch(combine_kernel<Arch, Element, kCombineWarps>, 1);

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "attention/sm80/shared_storage.h"
+#include "attention/tile_pitch.h"
 
 namespace flash_attn_norm {
 namespace decode {
@@ -60,7 +60,7 @@ struct SplitConfig {
     static constexpr int kTileKeys = kTile.tile_keys;
     static constexpr int kSlots = kTile.slots;
     static constexpr bool kQInRegisters = kTile.q_in_registers;
-    static constexpr int kPitch = sm80::pitch_of(kHeadDim);
+    static constexpr int kPitch = pitch_of(kHeadDim);
     static constexpr int kPitchOut = kHeadDimV + 8;  // of float32: see SplitSharedStorage
     static constexpr int kTilesN = kTileKeys / 8;
     static constexpr int kColumnsPerWarp = kHeadDimV / kTile.warps_d;

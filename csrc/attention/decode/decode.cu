@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "attention/attention.h"
+#include "attention/attention_device.h"
 #include "attention/decode/launch.h"
-#include "attention/sm80/launch.h"
 
 namespace flash_attn_norm {
 
@@ -41,7 +41,7 @@ void with_size_class(const AttentionProblem& problem, Fn&& fn) {
 /// others have PTX.
 template <class Fn>
 void with_kernels(const AttentionProblem& problem, Fn&& fn) {
-    const int major = sm80::current_device_limits().capability_major;
+    const int major = attention_device_limits().capability_major;
     if (major == 9 || major == 10 || major == 12) {
         with_size_class<decode::Sm90>(problem, fn);
     } else {

@@ -6,7 +6,7 @@
 #include "attention/decode/packed_scores.cuh"
 #include "attention/decode/split_output.cuh"
 #include "attention/decode/warp_products.cuh"
-#include "attention/sm80/tile_copy.cuh"
+#include "attention/tile_copy.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/shared_address.cuh"
 
@@ -34,7 +34,7 @@ struct SplitWarp {
         row = warp_in_set % Config::kTile.warps_m * 16;
         column = warp_in_set / Config::kTile.warps_m * Config::kColumnsPerWarp;
         first_key = warp_in_set * Config::kKeysPerWarp;
-        sm80::clear(acc_o);
+        clear(acc_o);
     }
 };
 
@@ -71,8 +71,8 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
                                                  const KeyRange& full) {
     using Element = typename Config::Element;
     constexpr int kSteps = Config::kHeadDim / 16;
-    constexpr sm80::Layout kInner = sm80::Layout::kContractionInner;
-    constexpr sm80::Layout kOuter = sm80::Layout::kContractionOuter;
+    constexpr Layout kInner = Layout::kContractionInner;
+    constexpr Layout kOuter = Layout::kContractionOuter;
     using KeyCopy = typename KvPipeline<Config>::KeyCopy;
     using ValueCopy = typename KvPipeline<Config>::ValueCopy;
     const bool values_in_keys = Config::kMayShareRows && params.values_in_keys;
@@ -99,13 +99,13 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     __syncthreads();  // Q is there
 
-    const uint32_t q_base = sm80::a_base<kInner, Config::kPitch>(
+    const uint32_t q_base = a_base<kInner, Config::kPitch>(
         ptx::shared_address(&shared.q[warp.row * Config::kPitch]), warp.lane);
     uint32_t q_fragments[Config::kQInRegisters ? kSteps : 1][1][4];
     if constexpr (Config::kQInRegisters) {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-            sm80::load_a<kInner, Config::kPitch>(q_fragments[k][0], q_base, 0, k);
+            load_a<kInner, Config::kPitch>(q_fragments[k][0], q_base, 0, k);
         }
     }
 
@@ -116,18 +116,16 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         // S = Q K^T, and among its products the copies of K for a tile to come
         const KeyCopy next_keys = pipeline.begin_keys(kv, next < tiles.end);
         const auto load_keys = [&](int slot) {
-            sm80::spread<KeyCopy::kSteps, kSteps * Config::kTilesN / 2>(
+            spread<KeyCopy::kSteps, kSteps * Config::kTilesN / 2>(
                 slot, [&](int i) { next_keys.step(i); });
         };
         float acc_s[1][Config::kTilesN][4];
-        sm80::clear(acc_s);
-        const uint32_t k_base =
-            sm80::b_base<kInner, Config::kPitch>(pipeline.read_slot(), warp.lane);
+        clear(acc_s);
+        const uint32_t k_base = b_base<kInner, Config::kPitch>(pipeline.read_slot(), warp.lane);
         if constexpr (Config::kQInRegisters) {
-            sm80::gemm_from_fragments<Element, Config::kPitch>(acc_s, q_fragments, k_base,
-                                                               load_keys);
+            gemm_from_fragments<Element, Config::kPitch>(acc_s, q_fragments, k_base, load_keys);
         } else {
-            sm80::gemm<Element, kInner, Config::kPitch, kInner, Config::kPitch, kSteps>(
+            gemm<Element, kInner, Config::kPitch, kInner, Config::kPitch, kSteps>(
                 acc_s, q_base, k_base, load_keys);
         }
         ptx::cp_async_commit_group();
@@ -148,11 +146,11 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         const ValueCopy next_values =
             pipeline.begin_values(kv, !values_in_keys && next < tiles.end);
         const auto load_values = [&](int slot) {
-            sm80::spread<ValueCopy::kSteps, Config::kTilesN / 2 * Config::kTilesD / 2>(
+            spread<ValueCopy::kSteps, Config::kTilesN / 2 * Config::kTilesD / 2>(
                 slot, [&](int i) { next_values.step(i); });
         };
         look_up_next();
-        const uint32_t v_base = sm80::b_base<kOuter, Config::kPitch>(
+        const uint32_t v_base = b_base<kOuter, Config::kPitch>(
             pipeline.read_slot() + static_cast<uint32_t>(warp.column * 2), warp.lane);
         multiply_values<Element, Config::kPitch>(warp.acc_o, acc_s, v_base, load_values);
         if (!values_in_keys) ptx::cp_async_commit_group();

@@ -3,9 +3,9 @@
 #include <atomic>
 #include <cstdint>
 
+#include "attention/attention_device.h"
 #include "attention/decode/launch.h"
 #include "attention/decode/split_kernel.cuh"
-#include "attention/sm80/launch.h"
 #include "common/check.h"
 #include "common/dispatch.h"
 
@@ -26,10 +26,10 @@ void with_split_config(const AttentionProblem& problem, Fn&& fn) {
 }
 
 template <class Config>
-SplitShape shape_of(const sm80::DeviceLimits& device) {
+SplitShape shape_of(const DeviceLimits& device) {
     using Storage = SplitSharedStorage<Config>;
     constexpr SplitTile kTile = Config::kTile;
-    constexpr int kBytes = Storage::bytes(kTile.sets) + sm80::kReservedShared;
+    constexpr int kBytes = Storage::bytes(kTile.sets) + kReservedShared;
     constexpr int kRegisterLimit = 65536 / (256 * Config::threads(kTile.sets));
     SplitShape shape;
     shape.block_m = Config::kBlockM;
@@ -47,7 +47,7 @@ SplitPlan plan_split(const KvCacheAttentionParams& params) {
     SplitPlan plan;
     with_split_config<Arch, kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
         using Config = decltype(config);
-        plan = plan_splits(params, shape_of<Config>(sm80::current_device_limits()));
+        plan = plan_splits(params, shape_of<Config>(attention_device_limits()));
     });
     return plan;
 }
@@ -57,12 +57,14 @@ void launch_split(const KvCacheAttentionParams& params, const SplitPlan& plan,
                   const SplitParams& split_params, cudaStream_t stream) {
     const int64_t ctas = plan.row_tiles * params.problem.num_heads_kv;
     if (ctas == 0) return;
-    const dim3 grid(sm80::grid_size(ctas), static_cast<unsigned>(plan.num_splits));
+    const dim3 grid(grid_size("attention to a cache", ctas),
+                    static_cast<unsigned>(plan.num_splits));
     with_split_config<Arch, kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
         using Config = decltype(config);
         static std::atomic<uint64_t> allowed{0};
-        sm80::allow_shared_memory(reinterpret_cast<const void*>(split_kernel<Config>),
-                                  sm80::current_device_limits(), allowed);
+        const DeviceLimits& device = attention_device_limits();
+        allow_shared_memory(reinterpret_cast<const void*>(split_kernel<Config>),
+                            device.shared_per_block, device.device, allowed);
         launch_kernel<Arch>(split_kernel<Config>, grid, Config::threads(plan.sets),
                             SplitSharedStorage<Config>::bytes(plan.sets), split_params,
                             "attention to a cache", stream);

@@ -3,13 +3,13 @@
 #include <cstdint>
 
 #include "attention/online_softmax.cuh"
-#include "attention/sm80/warp_mma.cuh"
+#include "attention/warp_mma.cuh"
 
 namespace flash_attn_norm {
 namespace decode {
 
 /// acc_o += P V for 16 rows, with P in registers, the scores' tile rounded to the element type.
-/// between(i) runs after the i-th pair of columns of a step of 16 keys, as in sm80::gemm.
+/// between(i) runs after the i-th pair of columns of a step of 16 keys, as in gemm.
 template <class Element, int kPitch, int kTilesN, int kTilesD, class Between>
 __device__ __forceinline__ void multiply_values(float (&acc_o)[1][kTilesD][4],
                                                 const float (&p)[1][kTilesN][4], uint32_t v,
@@ -23,7 +23,7 @@ __device__ __forceinline__ void multiply_values(float (&acc_o)[1][kTilesD][4],
 #pragma unroll
         for (int n = 0; n < kTilesD / 2; ++n) {
             uint32_t b[4];
-            sm80::load_b<sm80::Layout::kContractionOuter, kPitch>(b, v, n, k);
+            load_b<Layout::kContractionOuter, kPitch>(b, v, n, k);
             Element::mma(acc_o[0][2 * n], a, b[0], b[1]);
             Element::mma(acc_o[0][2 * n + 1], a, b[2], b[3]);
             between(k * kTilesD / 2 + n);

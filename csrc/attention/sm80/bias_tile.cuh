@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "attention/bias.cuh"
-#include "attention/sm80/shared_storage.h"
+#include "attention/tile_pitch.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/opaque.cuh"
 

@@ -57,8 +57,10 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan,
     const int bytes =
         Shared::bytes(args.q_stages, args.dout_stages) + (device.shared_per_block - room);
     static std::atomic<uint64_t> allowed{0};
-    allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), device, allowed);
-    bwd_kernel<Config><<<grid_size(ctas), Config::kThreads, bytes, stream>>>(args);
+    allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), device.shared_per_block,
+                        device.device, allowed);
+    bwd_kernel<Config>
+        <<<grid_size("attention backward", ctas), Config::kThreads, bytes, stream>>>(args);
     check_launch("attention backward");
 }
 

@@ -6,7 +6,7 @@
 #include "attention/sm80/bias_tile.cuh"
 #include "attention/sm80/bwd_bias.cuh"
 #include "attention/sm80/bwd_tiles.cuh"
-#include "attention/sm80/warp_mma.cuh"
+#include "attention/warp_mma.cuh"
 #include "ptx/shared_address.cuh"
 
 namespace flash_attn_norm {

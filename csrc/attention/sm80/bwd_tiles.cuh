@@ -4,7 +4,7 @@
 
 #include "attention/bwd_workspace.h"
 #include "attention/sm80/config.h"
-#include "attention/sm80/tile_copy.cuh"
+#include "attention/tile_copy.cuh"
 #include "ptx/shared_address.cuh"
 
 namespace flash_attn_norm {

@@ -8,9 +8,9 @@
 #include "attention/scores.cuh"
 #include "attention/sm80/bias_tile.cuh"
 #include "attention/sm80/config.h"
-#include "attention/sm80/tile_copy.cuh"
-#include "attention/sm80/warp_mma.cuh"
+#include "attention/tile_copy.cuh"
 #include "attention/tile_scheduler.h"
+#include "attention/warp_mma.cuh"
 #include "ptx/shared_address.cuh"
 
 namespace flash_attn_norm {

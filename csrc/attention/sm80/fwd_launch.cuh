@@ -28,8 +28,10 @@ void launch_fwd_config(const AttentionFwdParams& params, const DeviceLimits& dev
         if (bias_unit > 0) bytes += bias_bytes;
     }
     static std::atomic<uint64_t> allowed{0};
-    allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>), device, allowed);
-    fwd_kernel<Config><<<grid_size(ctas), Config::kThreads, bytes, stream>>>(params, bias_unit);
+    allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>), device.shared_per_block,
+                        device.device, allowed);
+    fwd_kernel<Config><<<grid_size("attention forward", ctas), Config::kThreads, bytes, stream>>>(
+        params, bias_unit);
     check_launch("attention forward");
 }
 

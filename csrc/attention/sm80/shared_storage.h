@@ -2,17 +2,10 @@
 
 #include <cstdint>
 
-#include "common/host_device.h"
+#include "attention/tile_pitch.h"
 
 namespace flash_attn_norm {
 namespace sm80 {
-
-/// Shared-memory tiles are row-major with rows of the columns and 8 more (16 bytes), so that eight
-/// rows of one 16-byte column, which ldmatrix reads at once, lie in eight different bank groups;
-/// and every fragment's address is one register plus a constant.
-FAN_HOST_DEVICE constexpr int pitch_of(int columns) {
-    return columns + 8;
-}
 
 template <class Config>
 struct FwdSharedStorage {

@@ -2,32 +2,15 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
-#include <stdexcept>
-#include <string>
-
 #include "attention/element.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/encode_tensor_map.h"
 #include "attention/sm90/tensor_map.h"
-#include "common/check.h"
 #include "common/dispatch.h"
 
 /// Host code that the launchers of the backward kernels share.
 namespace flash_attn_norm {
 namespace sm90 {
-
-/// Lets a kernel have more shared memory than 48 KB. `allowed` is the kernel's own: a bit for each
-/// device that knows, for the call takes CUDA's lock.
-inline void allow_bwd_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& allowed) {
-    int device = 0;
-    FAN_CUDA_CHECK(cudaGetDevice(&device));
-    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-    if ((allowed.load(std::memory_order_acquire) & bit) != 0) return;
-    FAN_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    allowed.fetch_or(bit, std::memory_order_release);
-}
 
 /// Calls fn(element, general) with the kernel's element type and whether it needs the code for
 /// softcap and ALiBi.
@@ -66,7 +49,7 @@ void map_operands(const AttentionBwdParams& params, BwdArgs& args) {
     args.dv = map(VLayout{}, v, contiguous_strides(v), params.dv);
 }
 
-/// All but the maps. Returns the number of tiles.
+/// All but the maps. Returns the number of tiles, which can_run_bwd() bounds.
 inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, int tile_keys,
                          int tiles_at_once, BwdArgs& args) {
     args.order = bwd_tile_order(params.problem, plan.head_splits, tile_keys, tiles_at_once);
@@ -76,12 +59,6 @@ inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, 
     args.heads_per_split = params.problem.group_size() / plan.head_splits;
     args.by_heads = Divisor::of(params.problem.num_heads_kv * plan.head_splits);
     const int64_t tiles = int64_t{args.order.units} * args.order.blocks;
-    if (tiles > 1 << 30) {
-        throw std::invalid_argument(
-            "attention backward needs " + std::to_string(tiles) +
-            " blocks for this many keys and heads, more than the 2^30 that it may have; split the "
-            "batch");
-    }
     return static_cast<int>(tiles);
 }
 

@@ -8,6 +8,7 @@
 #include "attention/sm90/bwd_cluster_kernel.cuh"
 #include "attention/sm90/bwd_launch.h"
 #include "common/check.h"
+#include "common/launch.h"
 
 namespace flash_attn_norm {
 namespace sm90 {
@@ -35,9 +36,10 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan, in
     map_operands<typename Config::QLayout, typename Config::DoutLayout, typename Config::KLayout,
                  typename Config::VLayout>(params, args);
     static std::atomic<uint64_t> allowed{0};
-    allow_bwd_shared_memory(reinterpret_cast<const void*>(bwd_cluster_kernel<Config>), kBytes,
-                            allowed);
-    bwd_cluster_kernel<Config><<<2 * tiles, Config::kThreads, kBytes, stream>>>(args);
+    allow_shared_memory(reinterpret_cast<const void*>(bwd_cluster_kernel<Config>), kBytes,
+                        current_device_limits().device, allowed);
+    bwd_cluster_kernel<Config>
+        <<<2 * static_cast<unsigned>(tiles), Config::kThreads, kBytes, stream>>>(args);
     check_launch("attention backward");
 }
 

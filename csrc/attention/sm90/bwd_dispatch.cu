@@ -2,6 +2,7 @@
 
 #include "attention/sm90/bwd_launch.h"
 #include "attention/sm90/tensor_map.h"
+#include "attention/tile_scheduler.h"
 
 namespace flash_attn_norm {
 namespace sm90 {
@@ -23,6 +24,11 @@ bool can_run_bwd(const AttentionBwdParams& params) {
     if (problem.head_dim % 8 != 0 || problem.head_dim_v % 8 != 0) return false;
     const int largest = params.deterministic ? kLargestInTurns : kLargestHeadDim;
     if (std::max(problem.head_dim, problem.head_dim_v) > largest) return false;
+    // Tiles, rows and keys are counted in 32 bits, and a tile may have two CTAs.
+    const int64_t tiles = BlockSlots::keys(problem, 64).count() * problem.num_heads_q;
+    for (const int64_t count : {tiles, problem.batch_size, problem.total_q, problem.total_k}) {
+        if (count >= int64_t{1} << 30) return false;
+    }
     const TensorShape q = query_shape(problem, problem.head_dim);
     const TensorShape out = query_shape(problem, problem.head_dim_v);
     const TensorShape k = key_shape(problem, problem.head_dim);

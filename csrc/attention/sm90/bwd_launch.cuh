@@ -8,6 +8,7 @@
 #include "attention/sm90/bwd_kernel.cuh"
 #include "attention/sm90/bwd_launch.h"
 #include "common/check.h"
+#include "common/launch.h"
 
 namespace flash_attn_norm {
 namespace sm90 {
@@ -35,7 +36,8 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan, in
     if (tiles == 0) return;
     map_operands<QLayout, QLayout, KLayout, KLayout>(params, args);
     static std::atomic<uint64_t> allowed{0};
-    allow_bwd_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), kBytes, allowed);
+    allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), kBytes,
+                        current_device_limits().device, allowed);
     bwd_kernel<Config><<<tiles, Config::kThreads, kBytes, stream>>>(args);
     check_launch("attention backward");
 }

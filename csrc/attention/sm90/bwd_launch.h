@@ -10,7 +10,7 @@ namespace sm90 {
 
 /// False for what the backward kernels of Hopper leave to the portable path: dropout, bias, head
 /// dims above 256 (above 128 with deterministic sums), scales that are not positive, no gradient of
-/// the output, and tensors that no tensor map describes.
+/// the output, more than 2^30 rows, keys or tiles, and tensors that no tensor map describes.
 bool can_run_bwd(const AttentionBwdParams& params);
 
 /// The plan of the kernel that this problem takes. num_sms: of the device.

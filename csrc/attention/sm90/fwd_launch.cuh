@@ -11,23 +11,10 @@
 #include "attention/sm90/tensor_map.h"
 #include "common/check.h"
 #include "common/dispatch.h"
+#include "common/launch.h"
 
 namespace flash_attn_norm {
 namespace sm90 {
-
-/// Lets the kernel have more than 48 KB of shared memory: once per device, which remembers it.
-template <class Config>
-void allow_shared_memory() {
-    static std::atomic<uint64_t> done{0};  // a bit per device
-    int device = 0;
-    FAN_CUDA_CHECK(cudaGetDevice(&device));
-    const uint64_t bit = uint64_t{1} << (device % 64);
-    if (device < 64 && (done.load(std::memory_order_relaxed) & bit) != 0) return;
-    FAN_CUDA_CHECK(cudaFuncSetAttribute(fwd_kernel<Config>,
-                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                        static_cast<int>(sizeof(FwdSharedStorage<Config>))));
-    done.fetch_or(bit, std::memory_order_relaxed);
-}
 
 template <class Config>
 FwdArguments fwd_arguments(const AttentionFwdParams& params) {
@@ -68,7 +55,9 @@ void launch_fwd_config(const AttentionFwdParams& params, int num_sms, cudaStream
         arguments.tile_counter = static_cast<int*>(params.workspace);
         FAN_CUDA_CHECK(cudaMemsetAsync(arguments.tile_counter, 0, sizeof(int), stream));
     }
-    allow_shared_memory<Config>();
+    static std::atomic<uint64_t> allowed{0};
+    allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>),
+                        sizeof(FwdSharedStorage<Config>), current_device_limits().device, allowed);
     fwd_kernel<Config>
         <<<grid, Config::kThreads, sizeof(FwdSharedStorage<Config>), stream>>>(arguments);
     check_launch("attention forward");

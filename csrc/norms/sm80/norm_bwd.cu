@@ -3,12 +3,8 @@
 namespace flash_attn_norm {
 namespace sm80 {
 
-int64_t norm_bwd_workspace_bytes(const NormBwdParams& params) {
-    return norm_bwd_workspace<Sm80>(params);
-}
-
-void norm_bwd(const NormBwdParams& params, cudaStream_t stream) {
-    launch_norm_bwd<Sm80>(params, stream);
+void norm_bwd(const NormBwdParams& params, const Allocator& allocate, cudaStream_t stream) {
+    launch_norm_bwd<Sm80>(params, allocate, stream);
 }
 
 }  // namespace sm80

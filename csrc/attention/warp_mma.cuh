@@ -5,7 +5,6 @@
 #include "ptx/ldmatrix.cuh"
 
 namespace flash_attn_norm {
-namespace sm80 {
 
 /// Byte offset of this lane's row in a 16 x 16 block for ldmatrix.x4. Blocks are ordered (rows 0-7,
 /// columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15): an A operand, or a B operand with .trans.
@@ -162,5 +161,4 @@ __device__ __forceinline__ void gemm_from_registers(float (&acc)[kTilesM][kTiles
     }
 }
 
-}  // namespace sm80
 }  // namespace flash_attn_norm

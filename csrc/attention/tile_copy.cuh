@@ -3,12 +3,11 @@
 #include <cstdint>
 
 #include "attention/element.cuh"
-#include "attention/sm80/shared_storage.h"
+#include "attention/tile_pitch.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/opaque.cuh"
 
 namespace flash_attn_norm {
-namespace sm80 {
 
 /// How the threads of a CTA share the 16-byte units of a [kRows][kColumns] tile of 16-bit elements:
 /// kThreadsPerRow neighbours take one row (64 or 128 contiguous bytes at a time), then the CTA
@@ -163,5 +162,4 @@ __device__ __forceinline__ void accumulator_to_tile(uint16_t* tile,
     }
 }
 
-}  // namespace sm80
 }  // namespace flash_attn_norm
