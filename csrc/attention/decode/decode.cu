@@ -74,7 +74,8 @@ decode::SplitPlan plan_of(const KvCacheAttentionParams& params) {
     with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {
         plan = decode::plan_split<decltype(arch), head_dim.value, head_dim_v.value>(params);
     });
-    sm80::grid_size(plan.row_tiles * params.problem.num_heads_kv);  // refuses what is too large
+    // Refuses what is too large.
+    grid_size("attention to a cache", plan.row_tiles * params.problem.num_heads_kv);
     return plan;
 }
 
