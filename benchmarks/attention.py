@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_cuda import measure_cuda
 from benchmarks.attention_features import measure_features, measure_largest_head_dim
+from benchmarks.attention_short import measure_short_queries
 from benchmarks.record import write_record
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,6 +150,7 @@ def main() -> None:
         figures = measure_cuda(kernel, args.head_dims, args.seqlens, args.turns)
         figures += measure_features(kernel, args.turns)
         figures += measure_largest_head_dim(kernel, args.turns)
+        figures += measure_short_queries(kernel, args.turns)
     else:
         figures = measure_cpu(kernel, args)
     if not args.no_record:

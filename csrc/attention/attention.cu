@@ -7,6 +7,7 @@
 #include "attention/attention.h"
 #include "attention/attention_device.h"
 #include "attention/bwd_passes.h"
+#include "attention/short_queries.h"
 #include "attention/sm80/launch.h"
 #include "attention/sm90/bwd_launch.h"
 #include "attention/sm90/fwd_launch.h"
@@ -65,6 +66,14 @@ bool uses_hopper_bwd(const AttentionBwdParams& params, const DeviceLimits& devic
     return may_use_hopper(params.problem, device) && sm90::can_run_bwd(params);
 }
 
+KvCacheAttentionParams cache_call(const AttentionFwdParams& params) {
+    KvCacheAttentionParams call = as_cache_call(params);
+    if (params.problem.is_packed()) {
+        call.num_splits = cuda::attention_kvcache_num_splits(as_mean_cache_call(params));
+    }
+    return call;
+}
+
 BwdPlan plan_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
     if (uses_hopper_bwd(params, device)) return sm90::plan_bwd(params, device.num_sms);
     BwdPlan plan;
@@ -91,11 +100,18 @@ const DeviceLimits& attention_device_limits() {
 namespace cuda {
 
 int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params) {
-    return uses_hopper_fwd(params, attention_device_limits()) ? sm90::kFwdWorkspaceBytes : 0;
+    const DeviceLimits& device = attention_device_limits();
+    if (runs_as_cache_call(params, device.num_sms)) {
+        return attention_kvcache_workspace_bytes(cache_call(params));
+    }
+    return uses_hopper_fwd(params, device) ? sm90::kFwdWorkspaceBytes : 0;
 }
 
 void attention_fwd(const AttentionFwdParams& params, void* stream) {
     const DeviceLimits& device = attention_device_limits();
+    if (runs_as_cache_call(params, device.num_sms)) {
+        return attention_kvcache(cache_call(params), stream);
+    }
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const bool hopper = uses_hopper_fwd(params, device);
     with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {

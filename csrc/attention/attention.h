@@ -46,6 +46,9 @@ void kvcache_append(const KvCacheAppendParams& params, void* stream);
 int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params);
 void attention_kvcache(const KvCacheAttentionParams& params, void* stream);
 
+/// The number of splits that such a call chooses if it is not told.
+int attention_kvcache_num_splits(const KvCacheAttentionParams& params);
+
 }  // namespace cuda
 
 }  // namespace flash_attn_norm

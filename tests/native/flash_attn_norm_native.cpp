@@ -22,6 +22,7 @@
 #include "attention/mask.h"
 #include "attention/params.h"
 #include "attention/seqlens.h"
+#include "attention/short_queries.h"
 #include "attention/sm90/bwd_tile_order.h"
 #include "attention/tile_scheduler.h"
 #include "common/cpu_features.h"
@@ -340,6 +341,30 @@ std::vector<std::tuple<int, int, int, int, int64_t, int>> split_blocks(const py:
     return blocks;
 }
 
+AttentionFwdParams fwd_params_of(const py::dict& dict) {
+    const Fields fields(dict);
+    AttentionFwdParams params;
+    read_problem(fields, params.problem);
+    fields.strides("k_strides", params.k_strides);
+    fields.strides("v_strides", params.v_strides);
+    return params;
+}
+
+/// For each sequence of a call of attention_fwd, made as one to a cache: the offset of its first
+/// key, in elements, and how many keys it has.
+std::vector<Range> cache_call_keys(const py::dict& dict) {
+    const KvCacheAttentionParams call = as_cache_call(fwd_params_of(dict));
+    std::vector<Range> keys;
+    for (int64_t batch = 0; batch < call.problem.batch_size; ++batch) {
+        const IndexRange positions = kv_positions(call.cache, batch);
+        const KvRow row = kv_row_unchecked(call.cache, batch, positions.begin);
+        const TensorStrides& strides = call.cache.k_strides;
+        keys.emplace_back(row.entry * strides.batch + row.row * strides.row,
+                          positions.end - positions.begin);
+    }
+    return keys;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(flash_attn_norm_native, module) {
@@ -402,6 +427,10 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
     module.def("divide", [](uint32_t number, int64_t divisor) {
         return decode::Divisor::of(divisor).divide(number);
     });
+    module.def("runs_as_cache_call", [](const py::dict& call, int num_sms) {
+        return runs_as_cache_call(fwd_params_of(call), num_sms);
+    });
+    module.def("cache_call_keys", &cache_call_keys);
     module.def("plan_splits", &plan_splits);
     module.def("split_blocks", &split_blocks);
     module.def("split_tiles",

@@ -87,6 +87,10 @@ int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params) 
     return plan_of(params).workspace_bytes(params.problem.head_dim_v);
 }
 
+int attention_kvcache_num_splits(const KvCacheAttentionParams& params) {
+    return plan_of(params).num_splits;
+}
+
 void attention_kvcache(const KvCacheAttentionParams& params, void* stream) {
     const decode::SplitPlan plan = plan_of(params);
     if (plan.total_rows == 0) return;
