@@ -235,3 +235,13 @@ def history(hub, branch: str, repo_id: str = REPO_ID) -> list[str]:
 def environment_of(hub) -> dict[str, str]:
     base = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "LOCAL_KERNELS"))}
     return {**base, **hub.environment(), "HF_TOKEN": "hf_writer", "PYTHONPATH": str(ROOT)}
+
+
+def refusal(ready, *arguments: str) -> str:
+    """What a release says that must not happen; nothing changes on either side."""
+    before = ready.snapshot()
+    status, said = ready.release(*arguments)
+    assert status == 1, said
+    assert "error: " in said
+    assert ready.snapshot() == before
+    return said

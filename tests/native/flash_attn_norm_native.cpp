@@ -23,7 +23,6 @@
 #include "attention/params.h"
 #include "attention/seqlens.h"
 #include "attention/short_queries.h"
-#include "attention/sm90/bwd_tile_order.h"
 #include "attention/tile_scheduler.h"
 #include "common/cpu_features.h"
 #include "common/cpu_runtime.h"
@@ -268,27 +267,6 @@ std::vector<std::pair<int64_t, int64_t>> block_slots(const std::vector<int32_t>&
     return found;
 }
 
-/// (unit, block) of every tile of a dense causal backward pass on Hopper, in the order of the grid.
-std::vector<std::pair<int, int>> bwd_tiles(int batch_size, int num_heads_q, int num_heads_kv,
-                                           int64_t seqlen, int head_splits, int block_n,
-                                           int tiles_at_once) {
-    AttentionProblem problem;
-    problem.batch_size = batch_size;
-    problem.num_heads_q = num_heads_q;
-    problem.num_heads_kv = num_heads_kv;
-    problem.seqlen_q = problem.seqlen_k = seqlen;
-    problem.head_dim = problem.head_dim_v = 128;
-    problem.window_right = 0;
-    const sm90::BwdTileOrder order =
-        sm90::bwd_tile_order(problem, head_splits, block_n, tiles_at_once);
-    std::vector<std::pair<int, int>> tiles;
-    for (int i = 0; i < order.units * order.blocks; ++i) {
-        const auto tile = order.tile(i);
-        tiles.emplace_back(tile.unit, tile.block);
-    }
-    return tiles;
-}
-
 /// Shapes of a call to a cache; what is left out keeps the struct's default.
 KvCacheAttentionParams cache_params_of(const py::dict& dict) {
     const Fields fields(dict);
@@ -415,7 +393,6 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
         return block_range_of(query_blocks(mask, begin, end, block));
     });
     module.def("block_slots", &block_slots);
-    module.def("bwd_tiles", &bwd_tiles);
     bind_sm90(module);
 
     module.def("packed_rows",

@@ -1,4 +1,4 @@
-// Host-side logic of the Hopper kernels for Python tests: the walk over the tiles, the layout of
+// Host-side logic of the Hopper kernels for Python tests: the order of the tiles, the layout of
 // tiles in shared memory, matrix descriptors and the shapes of tensor maps.
 
 #include <pybind11/pybind11.h>
@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attention/params.h"
+#include "attention/sm90/bwd_tile_order.h"
 #include "attention/sm90/fwd_config.h"
 #include "attention/sm90/fwd_work.h"
 #include "attention/sm90/tensor_map.h"
@@ -136,11 +138,32 @@ void bind_map(py::module_& module) {
     });
 }
 
+/// (unit, block) of every tile of a dense causal backward pass on Hopper, in the order of the grid.
+std::vector<std::pair<int, int>> bwd_tiles(int batch_size, int num_heads_q, int num_heads_kv,
+                                           int64_t seqlen, int head_splits, int block_n,
+                                           int tiles_at_once) {
+    AttentionProblem problem;
+    problem.batch_size = batch_size;
+    problem.num_heads_q = num_heads_q;
+    problem.num_heads_kv = num_heads_kv;
+    problem.seqlen_q = problem.seqlen_k = seqlen;
+    problem.head_dim = problem.head_dim_v = 128;
+    problem.window_right = 0;
+    const BwdTileOrder order = bwd_tile_order(problem, head_splits, block_n, tiles_at_once);
+    std::vector<std::pair<int, int>> tiles;
+    for (int i = 0; i < order.units * order.blocks; ++i) {
+        const auto tile = order.tile(i);
+        tiles.emplace_back(tile.unit, tile.block);
+    }
+    return tiles;
+}
+
 }  // namespace
 
 void bind_sm90(py::module_& module) {
     module.def("fwd_tiles_dense", &fwd_tiles_dense);
     module.def("fwd_tiles_packed", &fwd_tiles_packed);
+    module.def("bwd_tiles", &bwd_tiles);
     bind_layout<128, 64>(module);
     bind_layout<192, 64>(module);
     bind_layout<128, 96>(module);

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
-from releasing import REPO_ID, ProjectFolder, ReleaseProject, prepare
+from releasing import CPU, CU130, REPO_ID, ProjectFolder, ReleaseProject, api, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,3 +122,18 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setenv("HF_TOKEN", "hf_writer")
         yield server
+
+
+@pytest.fixture
+def published(ready, hub):
+    """Version 1 with two variants, out already."""
+    ready.stamp(CU130)
+    ready.pass_gate(CPU)
+    ready.pass_gate(CU130, api=api(**{"dtypes": {"attention cuda": "bfloat16"}}))
+    status, said = ready.release("--publish")
+    assert status == 0, said
+    ready.commit()
+    for name in (CPU, CU130):
+        ready.stamp(name)
+        ready.pass_gate(name)
+    return ready
