@@ -23,6 +23,27 @@ def float32_tolerance(reference: Tensor, reduced_length: int) -> float:
     return FLOAT32_ULPS * 2**-23 * math.sqrt(reduced_length) * max(largest, 1.0)
 
 
+# Rows (of attention: times heads; of a sum over rows: its columns) from which on torch's largest
+# error of one draw says what torch's error is.
+REPRESENTATIVE_ROWS = 512
+MOST_DRAWS = 8
+
+
+def draws_for(rows: int) -> int:
+    """Draws of inputs, whose largest error in torch is the one that the tolerance is made of."""
+    return min(MOST_DRAWS, -(-REPRESENTATIVE_ROWS // rows)) if rows > 0 else 1
+
+
+def another_draw(tensor, generator) -> torch.Tensor:
+    """Normal random numbers of the tensor's mean square, and zeros where it has them."""
+    nonzero = tensor != 0
+    size = tensor[nonzero].double().square().mean().sqrt()
+    drawn = torch.randn(
+        tensor.shape, dtype=torch.float32, device=tensor.device, generator=generator
+    )
+    return torch.where(nonzero, drawn * size, 0).to(tensor.dtype)
+
+
 def largest_difference(a: Tensor, b: Tensor) -> float:
     """max |a - b|; NaN if either holds one, and elements that are infinite in both differ by 0."""
     assert a.shape == b.shape, f"shapes differ: {tuple(a.shape)} and {tuple(b.shape)}"

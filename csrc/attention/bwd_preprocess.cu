@@ -2,6 +2,7 @@
 
 #include "attention/bwd_passes.h"
 #include "attention/element.cuh"
+#include "attention/lse_log2.h"
 #include "attention/online_softmax.cuh"
 #include "common/check.h"
 #include "common/launch.h"
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
             if (valid) {
                 const float lse = params.softmax_lse[lse_row + row];
                 if (lse != negative_infinity()) {
-                    lse_log2 = lse * kLog2E;
+                    lse_log2 = lse_log2_of(lse);
                     if (params.dsoftmax_lse != nullptr) {
                         delta -= params.dsoftmax_lse[lse_row + row];
                     }

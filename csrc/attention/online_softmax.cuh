@@ -27,6 +27,31 @@ __device__ __forceinline__ float quad_sum(float value) {
 /// key.
 constexpr float kLowestScore = -2.3e38f;
 
+/// A row maximum in powers of two, rounded up: fma(score, scale_log2, -scaled_max) is an exponent
+/// of at most 0 then, however large the scores are, and no probability overflows. Those of a row
+/// share the rounding, and so must all that is computed from them.
+__device__ __forceinline__ float scaled_max(float row_max, float scale_log2) {
+    return __fmul_ru(row_max, scale_log2);
+}
+
+/// 2^((score - base) * scale_log2). kAnyRange: the base is taken off first, which is exact for
+/// scores near it however large they are; else one instruction does both.
+template <bool kAnyRange>
+__device__ __forceinline__ float probability_of(float score, float base, float scale_log2) {
+    return ptx::ex2_approx(kAnyRange ? (score - base) * scale_log2
+                                     : fmaf(score, scale_log2, -scaled_max(base, scale_log2)));
+}
+
+/// What older probabilities are multiplied by when the base grows.
+template <bool kAnyRange>
+__device__ __forceinline__ float shrink_of(float old_max, float base, float scale_log2) {
+    return ptx::ex2_approx(kAnyRange
+                               ? (old_max - base) * scale_log2
+                               : scaled_max(old_max, scale_log2) - scaled_max(base, scale_log2));
+}
+
+constexpr float kLargestFloat = 3.4028235e38f;
+
 /// Softmax over keys that arrive tile by tile. An accumulator tile is [kTilesM][tiles of 8
 /// columns][4] as mma.m16n8 leaves it: entries 0 and 1 lie in row 16 m + lane / 4, entries 2 and 3
 /// eight rows below. row_sum holds this lane's columns only until finish().
@@ -45,9 +70,10 @@ struct OnlineSoftmax {
 
     /// scores -> exp2(scale_log2 * (scores - row_max)) in place; older output shrinks by the same
     /// factor. kGuard: a row may have seen no key yet; its maximum is -inf then, or so low that it
-    /// is -inf times log2(e), and 0 stands in so that no inf - inf arises. between(i) runs after
-    /// the i-th of 2 kTilesM groups of rows.
-    template <bool kGuard, int kTilesN, int kTilesD, class Between>
+    /// is -inf times log2(e), and 0 stands in so that no inf - inf arises. kAnyRange: right for
+    /// scores of any magnitude; else up to what docs/numerics.md says. between(i) runs after the
+    /// i-th of 2 kTilesM groups of rows.
+    template <bool kGuard, bool kAnyRange, int kTilesN, int kTilesD, class Between>
     __device__ __forceinline__ void update(float (&acc_s)[kTilesM][kTilesN][4],
                                            float (&acc_o)[kTilesM][kTilesD][4], float scale_log2,
                                            Between&& between) {
@@ -64,14 +90,14 @@ struct OnlineSoftmax {
                 const float new_max = fmaxf(old_max, quad_max(tile_max));
                 row_max[m][r] = new_max;
                 const float base = kGuard && new_max < kLowestScore ? 0.0f : new_max;
-                const float shrink = ptx::ex2_approx((old_max - base) * scale_log2);
-                const float offset = -base * scale_log2;
+                const float shrink = shrink_of<kAnyRange>(old_max, base, scale_log2);
                 float tile_sum = 0.0f;
 #pragma unroll
                 for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
                     for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                        acc_s[m][n][e] = ptx::ex2_approx(fmaf(acc_s[m][n][e], scale_log2, offset));
+                        acc_s[m][n][e] =
+                            probability_of<kAnyRange>(acc_s[m][n][e], base, scale_log2);
                         tile_sum += acc_s[m][n][e];
                     }
                 }
@@ -117,15 +143,15 @@ struct OnlineSoftmax {
             for (int r = 0; r < 2; ++r) {
                 if (!grew) new_max[m][r] = row_max[m][r];
                 const float base = kGuard && new_max[m][r] < kLowestScore ? 0.0f : new_max[m][r];
-                shrink[m][r] = ptx::ex2_approx((row_max[m][r] - base) * scale_log2);
+                shrink[m][r] = shrink_of</*kAnyRange=*/false>(row_max[m][r], base, scale_log2);
                 row_max[m][r] = new_max[m][r];
-                const float offset = -base * scale_log2;
                 float tile_sum = 0.0f;
 #pragma unroll
                 for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
                     for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                        acc_s[m][n][e] = ptx::ex2_approx(fmaf(acc_s[m][n][e], scale_log2, offset));
+                        acc_s[m][n][e] =
+                            probability_of</*kAnyRange=*/false>(acc_s[m][n][e], base, scale_log2);
                         tile_sum += acc_s[m][n][e];
                     }
                 }
@@ -144,7 +170,7 @@ struct OnlineSoftmax {
             normalizer = 0.0f;
             return sink;
         }
-        const float max_log2 = row_max[m][r] * scale_log2;
+        const float max_log2 = fminf(scaled_max(row_max[m][r], scale_log2), kLargestFloat);
         const float sink_log2 = sink * kLog2E;
         const float top = fmaxf(max_log2, sink_log2);
         const float shrink = ptx::ex2_approx(max_log2 - top);

@@ -5,7 +5,9 @@ import reference
 import torch
 from errors import (
     LSE_TOLERANCE,
+    another_draw,
     assert_within,
+    draws_for,
     float32_tolerance,
     poisoned_memory,
     tolerance,
@@ -140,11 +142,6 @@ def random_dlse(inputs) -> torch.Tensor:
     return torch.randn(shape, device=inputs["q"].device)
 
 
-# Rows times heads from which on torch's largest error of one draw says what torch's error is.
-REPRESENTATIVE_ROWS = 512
-MOST_DRAWS = 8
-
-
 def allowed_errors(inputs, expected, **formula_options) -> dict:
     """What each result may differ by from ``expected``, the reference in float64."""
     if inputs["q"].dtype == torch.float32:
@@ -167,10 +164,9 @@ def more_errors_of_torch(inputs, formula_options):
     few rows one that torch usually makes, not one that it happened to make."""
     q, k = inputs["q"], inputs["k"]
     rows = min(q.shape[-3], k.shape[-3]) * q.shape[-2] * (q.shape[0] if q.dim() == 4 else 1)
-    draws = min(MOST_DRAWS, -(-REPRESENTATIVE_ROWS // rows)) if rows > 0 else 1
     generator = torch.Generator(q.device).manual_seed(0)
     options = dict(formula_options)
-    for _ in range(draws - 1):
+    for _ in range(draws_for(rows) - 1):
         drawn = {n: x if n not in "qkv" else another_draw(x, generator) for n, x in inputs.items()}
         for name in ("dout", "dsoftmax_lse"):
             if options.get(name) is not None:
@@ -178,16 +174,6 @@ def more_errors_of_torch(inputs, formula_options):
         exact = run_formula(drawn, dtype=torch.float64, **options)
         in_torch = run_formula(drawn, **options)
         yield {n: tolerance(e, in_torch[n]) for n, e in exact.items()}
-
-
-def another_draw(tensor, generator) -> torch.Tensor:
-    """Normal random numbers of the tensor's mean square, and zeros where it has them."""
-    nonzero = tensor != 0
-    size = tensor[nonzero].double().square().mean().sqrt()
-    drawn = torch.randn(
-        tensor.shape, dtype=torch.float32, device=tensor.device, generator=generator
-    )
-    return torch.where(nonzero, drawn * size, 0).to(tensor.dtype)
 
 
 def check(kernel, inputs, dout=None, dsoftmax_lse=None, ours_options=None, **options) -> dict:

@@ -2,7 +2,14 @@
 torch at the inputs' dtypes) and compares results and gradients by the rules of errors.py."""
 
 import torch
-from errors import assert_within, float32_tolerance, poisoned_memory, tolerance
+from errors import (
+    another_draw,
+    assert_within,
+    draws_for,
+    float32_tolerance,
+    poisoned_memory,
+    tolerance,
+)
 
 from . import formulas
 
@@ -91,18 +98,38 @@ def check(kernel, norm, inputs, *, with_dresidual_out=False, dout=None, **option
     ours = run_ours(kernel, norm, inputs, dout, dresidual_out, **options)
     expected = run_formula(norm, inputs, dout, dresidual_out, dtype=torch.float64, **options)
     in_torch = run_formula(norm, inputs, dout, dresidual_out, **options)
+    dtypes = {name: result.dtype for name, result in ours.items()}
+    allowed = errors_of_torch(expected, in_torch, dtypes)
     rows = x.numel() // x.shape[-1]
-    for name, reference in expected.items():
-        result = ours[name]
-        # What a result is rounded to may be coarser than what torch rounds it to.
-        in_its_dtype = in_torch[name].to(result.dtype)
-        allowed = tolerance(reference, in_its_dtype)
-        if x.dtype == torch.float32:
+    if x.dtype == torch.float32:
+        for name, reference in expected.items():
             reduced = max(rows, 1) if name in ("dweight", "dbias") else x.shape[-1]
-            allowed = max(allowed, float32_tolerance(reference, reduced))
-        assert_within(name, result, reference, allowed)
+            allowed[name] = max(allowed[name], float32_tolerance(reference, reduced))
+    else:
+        for more in more_errors_of_torch(norm, inputs, dout, dresidual_out, dtypes, options):
+            allowed = {name: max(allowed[name], error) for name, error in more.items()}
+    for name, reference in expected.items():
+        assert_within(name, ours[name], reference, allowed[name])
     check_layout(inputs, ours, options)
     return ours
+
+
+def errors_of_torch(expected, in_torch, dtypes) -> dict:
+    """What each result may differ by. The dtype it is rounded to may be coarser than torch's."""
+    return {n: tolerance(e, in_torch[n].to(dtypes[n])) for n, e in expected.items()}
+
+
+def more_errors_of_torch(norm, inputs, dout, dresidual_out, dtypes, options):
+    """Tolerances from other values of the same kind, as many draws as make the largest error of the
+    few columns of dweight and dbias one that torch usually makes, not one that it happened to."""
+    x = inputs["x"]
+    generator = torch.Generator(x.device).manual_seed(0)
+    for _ in range(draws_for(x.shape[-1]) - 1):
+        drawn = {name: another_draw(tensor, generator) for name, tensor in inputs.items()}
+        douts = [None if d is None else another_draw(d, generator) for d in (dout, dresidual_out)]
+        exact = run_formula(norm, drawn, *douts, dtype=torch.float64, **options)
+        in_torch = run_formula(norm, drawn, *douts, **options)
+        yield errors_of_torch(exact, in_torch, dtypes)
 
 
 def check_layout(inputs, ours, options) -> None:

@@ -136,7 +136,7 @@ void attend_to_keys(const FwdItem& item, const ScoreTerms& terms, int64_t row, i
                              int64_t{plan.head_dim} * kPanel, s.scores, plan.block_n, rows,
                              num_keys_padded, plan.head_dim, /*accumulate=*/false});
 
-        // P = exp2(S * scale_log2 - row_max); older output shrinks by the same factor
+        // P = exp2((S - row_max) * scale_log2); older output shrinks by the same factor
         engine.prepare_scores(terms, tile, nullptr);
         if (terms.has_dropout) engine.dropout_factors(terms, tile, s.keep);
         engine.softmax_update(tile, terms.scale_log2(), state, s.keep, s.probs, plan.block_n);
@@ -160,7 +160,7 @@ void store_output(const FwdItem& item, int64_t head, int64_t row, int rows) {
     const FwdScratch& s = item.scratch;
     const AttentionProblem& problem = plan.problem;
     float* lse = plan.params.softmax_lse + lse_offset(problem, item.info, head) + row;
-    finish_softmax(sink_of(problem, head), rows, s.row_max, s.row_sum, s.correction, lse);
+    finish_softmax(problem, head, rows, s.row_max, s.row_sum, s.correction, lse);
     const TensorStrides strides =
         contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
     const int64_t offset = tensor_offset(strides, item.info.batch, item.info.row_q + row, head);

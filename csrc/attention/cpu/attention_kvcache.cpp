@@ -229,16 +229,15 @@ void prepare_scores(const KvItem& item, const KvScratch& s, int64_t begin, int64
     }
 }
 
-/// P = exp2(S * scale_log2 - row_max), of rows from `begin` on; older output shrinks by the same
+/// P = exp2((S - row_max) * scale_log2), of rows from `begin` on; older output shrinks by the same
 /// factor.
 void update_softmax(const KvItem& item, const KvScratch& s, const Partial& partial, int64_t begin,
                     int rows, int num_keys) {
     const KvPlan& plan = item.plan;
-    const float scale_log2 =
-        score_terms(plan.problem, item.info, item.batch, item.head(0)).scale_log2();
     const SoftmaxState state{partial.row_max + begin, partial.row_sum + begin, s.factors};
     const ScoreTile tile{s.scores, plan.block_n, 0, 0, rows, num_keys};
-    plan.engine.softmax_update(tile, scale_log2, state, nullptr, s.probs, plan.block_n);
+    plan.engine.softmax_update(tile, scale_log2_of(plan.problem), state, nullptr, s.probs,
+                               plan.block_n);
     plan.engine.scale_rows(partial.acc_o + begin * plan.head_dim_v, plan.head_dim_v, rows,
                            plan.head_dim_v, s.factors);
 }
@@ -333,8 +332,8 @@ void store_output(const KvItem& item, const KvScratch& s, const Partial& partial
         const int64_t first = int64_t{g} * rows, head = item.head(first);
         float* lse =
             plan.params.softmax_lse + lse_offset(problem, item.info, head) + item.row_begin;
-        finish_softmax(sink_of(problem, head), rows, partial.row_max + first,
-                       partial.row_sum + first, s.factors, lse);
+        finish_softmax(problem, head, rows, partial.row_max + first, partial.row_sum + first,
+                       s.factors, lse);
         const int64_t offset =
             tensor_offset(strides, item.info.batch, item.info.row_q + item.row_begin, head);
         plan.engine.store_rows(
@@ -346,12 +345,13 @@ void store_output(const KvItem& item, const KvScratch& s, const Partial& partial
 
 /// One more split's state into `sum`.
 void merge(const KvPlan& plan, int64_t rows, const Partial& part, const Partial& sum) {
+    const float scale_log2 = scale_log2_of(plan.problem);
     for (int64_t r = 0; r < rows; ++r) {
         if (part.row_sum[r] == 0.0f) continue;  // sees no key
         const float new_max = part.row_max[r] > sum.row_max[r] ? part.row_max[r] : sum.row_max[r];
         const float finite_max = new_max == -INFINITY ? 0.0f : new_max;  // a NaN stays
-        const float of_part = std::exp2(part.row_max[r] - finite_max);
-        const float of_sum = std::exp2(sum.row_max[r] - finite_max);
+        const float of_part = std::exp2((part.row_max[r] - finite_max) * scale_log2);
+        const float of_sum = std::exp2((sum.row_max[r] - finite_max) * scale_log2);
         const float* src = part.acc_o + r * plan.head_dim_v;
         float* dst = sum.acc_o + r * plan.head_dim_v;
         for (int c = 0; c < plan.head_dim_v; ++c) dst[c] = dst[c] * of_sum + src[c] * of_part;

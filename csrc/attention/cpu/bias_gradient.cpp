@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/lse_log2.h"
+
 namespace flash_attn_norm {
 namespace cpu {
 
@@ -37,7 +39,7 @@ void softmax_terms(const AttentionBwdParams& params, const TileEngine& engine,
             delta[r] = 0.0f;
             continue;
         }
-        lse_log2[r] = lse * kLog2e;
+        lse_log2[r] = lse_log2_of(lse);
         if (params.dsoftmax_lse != nullptr) delta[r] -= params.dsoftmax_lse[offset + r];
     }
 }

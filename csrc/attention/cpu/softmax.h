@@ -19,21 +19,26 @@ void softmax_update(const ScoreTile& tile, float scale_log2, const SoftmaxState&
         Vec max0 = Simd::broadcast(kNegInf);
         Vec max1 = max0;
         for (int c = 0; c < keys_padded; c += 2 * kWidth) {
-            max0 = Simd::max(max0, Simd::mul(Simd::load(scores + c), scale));
-            max1 = Simd::max(max1, Simd::mul(Simd::load(scores + c + kWidth), scale));
+            max0 = Simd::max(max0, Simd::load(scores + c));
+            max1 = Simd::max(max1, Simd::load(scores + c + kWidth));
         }
         const float old_max = state.row_max[r];
         const float tile_max = Simd::reduce_max(Simd::max(max0, max1));
-        const float new_max = tile_max > old_max ? tile_max : old_max;
-        // A row that has seen no key yet: any finite maximum gives exp2(-inf) = 0.
+        float new_max = tile_max > old_max ? tile_max : old_max;
+        // A row that has seen no key yet, or none but those of the lowest scores, which are -inf as
+        // powers of two: any finite maximum gives exp2(-inf) = 0.
+        if (new_max * scale_log2 == kNegInf) new_max = kNegInf;
         const float finite_max = new_max == kNegInf ? 0.0f : new_max;
 
-        const Vec minus_max = Simd::broadcast(-finite_max);
+        // Taken off before the scale: exact near the maximum, however large that is.
+        const Vec base = Simd::broadcast(finite_max);
         Vec sum0 = Simd::broadcast(0.0f);
         Vec sum1 = sum0;
         for (int c = 0; c < keys_padded; c += 2 * kWidth) {
-            Vec p0 = Operand::exp2(Simd::fma(Simd::load(scores + c), scale, minus_max));
-            Vec p1 = Operand::exp2(Simd::fma(Simd::load(scores + c + kWidth), scale, minus_max));
+            const Vec below0 = Simd::sub(Simd::load(scores + c), base);
+            const Vec below1 = Simd::sub(Simd::load(scores + c + kWidth), base);
+            Vec p0 = Operand::exp2(Simd::mul(below0, scale));
+            Vec p1 = Operand::exp2(Simd::mul(below1, scale));
             sum0 = Simd::add(sum0, p0);
             sum1 = Simd::add(sum1, p1);
             if (keep != nullptr) {
@@ -44,7 +49,7 @@ void softmax_update(const ScoreTile& tile, float scale_log2, const SoftmaxState&
             Operand::store(probs_row + c + kWidth, p1);
         }
         alignas(64) float correction[kWidth];
-        Simd::store(correction, Simd::exp2(Simd::broadcast(old_max - finite_max)));
+        Simd::store(correction, Simd::exp2(Simd::broadcast((old_max - finite_max) * scale_log2)));
         state.correction[r] = old_max == finite_max ? 1.0f : correction[0];
         state.row_sum[r] =
             state.row_sum[r] * state.correction[r] + Simd::reduce_add(Simd::add(sum0, sum1));

@@ -88,7 +88,7 @@ struct ScoreTile {
 };
 
 struct SoftmaxState {
-    float* row_max = nullptr;     // [rows], times log2(e)
+    float* row_max = nullptr;     // [rows]
     float* row_sum = nullptr;     // [rows]
     float* correction = nullptr;  // [rows], out: what older sums and outputs are multiplied with
 };
@@ -135,7 +135,7 @@ struct TileEngine {
     void (*prepare_scores)(const ScoreTerms& terms, const ScoreTile& tile, float* softcap_factor);
     /// 0 or keep_scale for each score.
     void (*dropout_factors)(const ScoreTerms& terms, const ScoreTile& tile, float* keep);
-    /// Online softmax: probs (A form) = exp2(score * scale_log2 - row_max) * keep.
+    /// Online softmax: probs (A form) = exp2((score - row_max) * scale_log2) * keep.
     void (*softmax_update)(const ScoreTile& tile, float scale_log2, const SoftmaxState& state,
                            const float* keep, void* probs, int64_t ldp);
     /// Probabilities and gradients of scores. B forms get zeros up to round_up(rows, kPanel).

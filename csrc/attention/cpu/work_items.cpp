@@ -36,6 +36,15 @@ ScoreTerms score_terms(const AttentionProblem& problem, const SeqlenInfo& info, 
     return terms;
 }
 
+float scale_log2_of(const AttentionProblem& problem) {
+    ScoreTerms terms;
+    terms.softmax_scale = problem.softmax_scale;
+    terms.softcap = problem.softcap;
+    terms.has_alibi = problem.alibi_slopes != nullptr;
+    terms.bias = problem.attn_bias;
+    return terms.scale_log2();
+}
+
 float sink_of(const AttentionProblem& problem, int64_t head) {
     if (problem.s_aux == nullptr) return -INFINITY;
     switch (problem.s_aux_dtype) {
@@ -49,12 +58,13 @@ float sink_of(const AttentionProblem& problem, int64_t head) {
     return -INFINITY;
 }
 
-void finish_softmax(float sink, int rows, const float* row_max, const float* row_sum,
-                    float* factors, float* lse) {
+void finish_softmax(const AttentionProblem& problem, int64_t head, int rows, const float* row_max,
+                    const float* row_sum, float* factors, float* lse) {
     constexpr double kLn2 = 0.6931471805599453;
-    const double sink_log2 = static_cast<double>(sink) / kLn2;
+    const double sink_log2 = static_cast<double>(sink_of(problem, head)) / kLn2;
+    const double scale_log2 = scale_log2_of(problem);
     for (int r = 0; r < rows; ++r) {
-        const double old_max = row_max[r];
+        const double old_max = row_max[r] * scale_log2;
         const double new_max = old_max > sink_log2 ? old_max : sink_log2;
         if (new_max == -INFINITY && row_sum[r] == 0.0f) {  // sees no key; a NaN would stay
             factors[r] = 0.0f;

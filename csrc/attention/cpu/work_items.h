@@ -93,13 +93,16 @@ inline TensorStrides contiguous_strides(int64_t seqlen, int64_t num_heads, int64
 ScoreTerms score_terms(const AttentionProblem& problem, const SeqlenInfo& info, int64_t batch,
                        int64_t head);
 
+/// ScoreTerms::scale_log2() of any head.
+float scale_log2_of(const AttentionProblem& problem);
+
 /// The sink's logit of one head; -inf if there is none.
 float sink_of(const AttentionProblem& problem, int64_t head);
 
 /// What is left to do of `rows` rows after their last key: lse with the sink's share, and factors,
-/// which turn the sums of weighted values into outputs.
-void finish_softmax(float sink, int rows, const float* row_max, const float* row_sum,
-                    float* factors, float* lse);
+/// which turn the sums of weighted values into outputs. row_max and row_sum as in SoftmaxState.
+void finish_softmax(const AttentionProblem& problem, int64_t head, int rows, const float* row_max,
+                    const float* row_sum, float* factors, float* lse);
 
 /// Writes zeros to the rows of a contiguous packed tensor that no sequence covers.
 void clear_uncovered_rows(const int32_t* cu_seqlens, int64_t batch_size, int64_t total,

@@ -157,8 +157,8 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         pipeline.next_read();
     }
     // In base 2 from here on
-    warp.softmax.row_max[0][0] *= scale_log2;
-    warp.softmax.row_max[0][1] *= scale_log2;
+    warp.softmax.row_max[0][0] = scaled_max(warp.softmax.row_max[0][0], scale_log2);
+    warp.softmax.row_max[0][1] = scaled_max(warp.softmax.row_max[0][1], scale_log2);
 }
 
 template <class Config>

@@ -49,14 +49,14 @@ __device__ __forceinline__ void update_softmax(OnlineSoftmax<1>& softmax,
         const float new_max = fmaxf(old_max, quad_max(tile_max));
         softmax.row_max[0][r] = new_max;
         const float base = new_max < kLowestScore ? 0.0f : new_max;
-        shrink[r] = ptx::ex2_approx((old_max - base) * scale_log2);
-        const float offset = -base * scale_log2;
+        shrink[r] = shrink_of</*kAnyRange=*/false>(old_max, base, scale_log2);
         float tile_sum = 0.0f;
 #pragma unroll
         for (int n = 0; n < kTilesN; ++n) {
 #pragma unroll
             for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                acc_s[0][n][e] = ptx::ex2_approx(fmaf(acc_s[0][n][e], scale_log2, offset));
+                acc_s[0][n][e] =
+                    probability_of</*kAnyRange=*/false>(acc_s[0][n][e], base, scale_log2);
                 tile_sum += acc_s[0][n][e];
             }
         }

@@ -110,10 +110,11 @@ __device__ __forceinline__ void softmax_step(FwdWarp<Config>& warp,
     }
     if (masked) {
         apply_mask(acc_s, row, key, bounds);
-        warp.softmax.template update</*kGuard=*/true>(acc_s, warp.acc_o, scale_log2, between);
+        warp.softmax.template update</*kGuard=*/true, /*kAnyRange=*/Config::kGeneral>(
+            acc_s, warp.acc_o, scale_log2, between);
     } else {
-        warp.softmax.template update</*kGuard=*/Config::kGeneral>(acc_s, warp.acc_o, scale_log2,
-                                                                  between);
+        warp.softmax.template update</*kGuard=*/Config::kGeneral, /*kAnyRange=*/Config::kGeneral>(
+            acc_s, warp.acc_o, scale_log2, between);
     }
 }
 
