@@ -1,0 +1,157 @@
+"""Small calls of every kernel, to run under compute-sanitizer:
+
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    compute-sanitizer --tool memcheck python tests/sanitizer_calls.py [GROUP ...]
+
+Inputs are made on the CPU: torch launches next to nothing of its own. Each call says its name, so
+that a finding can be told to belong to it. docs/building.md has what was found.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+REPO_ID = "org/flash-attn-norm"
+os.environ.setdefault("LOCAL_KERNELS", f"{REPO_ID}={Path(__file__).resolve().parents[1] / 'build'}")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch  # noqa: E402
+from kernels import get_kernel  # noqa: E402
+
+kernel = get_kernel(REPO_ID, revision=os.environ.get("KERNEL_REVISION", "v1"))
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
+
+
+def randn(*shape, dtype=torch.bfloat16, grad=True):
+    return torch.randn(shape).to(dtype).cuda().requires_grad_(grad)
+
+
+def say(*what) -> None:
+    print(f"{time.strftime('%H:%M:%S')} call", *what, flush=True)
+
+
+def run(function, inputs, **options) -> None:
+    """Both passes."""
+    out = function(**inputs, **options)
+    leaves = [x for x in (*inputs.values(), *options.values()) if getattr(x, "requires_grad", 0)]
+    dout = torch.randn(out.shape).to(out.dtype).cuda()
+    torch.autograd.grad(out, leaves, dout)
+    torch.cuda.synchronize()
+
+
+def dense(head_dim, head_dim_v, seqlen_q=130, seqlen_k=150) -> dict:
+    return {
+        "q": randn(1, seqlen_q, 4, head_dim),
+        "k": randn(1, seqlen_k, 2, head_dim),
+        "v": randn(1, seqlen_k, 2, head_dim_v),
+    }
+
+
+def packed(head_dim, head_dim_v) -> dict:
+    """Sequences of 70, 0 and 60 rows, and 3 that none covers."""
+    bounds = torch.tensor([0, 70, 70, 130], dtype=torch.int32).cuda()
+    inputs = {name: tensor[0] for name, tensor in dense(head_dim, head_dim_v, 133, 133).items()}
+    return {**inputs, "cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+
+
+def attention() -> None:
+    """On Hopper its own kernels, but for deterministic gradients of head dims above 128."""
+    slopes = torch.rand(4).cuda()
+    for head_dims in HEAD_DIMS:
+        for options in (
+            {},
+            {"causal": True},
+            {"window_size": (40, 10), "deterministic": True},
+            {"softcap": 2.0, "alibi_slopes": slopes, "causal": True},
+        ):
+            say("attention", head_dims, options)
+            run(kernel.flash_attn_func, dense(*head_dims), **options)
+        for deterministic in (False, True):
+            say("packed", head_dims, deterministic)
+            run(
+                kernel.flash_attn_varlen_func,
+                packed(*head_dims),
+                max_seqlen_q=70,
+                max_seqlen_k=70,
+                causal=True,
+                deterministic=deterministic,
+            )
+
+
+def portable() -> None:
+    """What only the portable kernels do: a bias with its gradient, dropout, head dim 512."""
+    shapes = [(1, 4, 130, 150), (1, 1, 1, 150), (1, 4, 1, 150)]
+    for head_dims in [*HEAD_DIMS, (512, 512)]:
+        for shape, dtype in [(s, d) for s in shapes for d in (torch.float32, torch.bfloat16)]:
+            say("bias", head_dims, shape, dtype)
+            bias = randn(*shape, dtype=dtype)
+            deterministic = dtype == torch.float32
+            run(
+                kernel.flash_attn_func,
+                dense(*head_dims),
+                attn_bias=bias,
+                deterministic=deterministic,
+            )
+    for head_dims in [(64, 64), (128, 128), (512, 512)]:
+        odd = {"attn_bias": randn(1, 1, 130, 151)[..., :150].detach().requires_grad_()}
+        sink = {"s_aux": randn(4)}
+        for options in (odd, {"dropout_p": 0.1, **sink}, {"causal": True, **sink}):
+            say("options", head_dims, *options)
+            run(kernel.flash_attn_func, dense(*head_dims), **options)
+        bias = randn(4, 133, 70)
+        say("packed bias", head_dims)
+        run(
+            kernel.flash_attn_varlen_func,
+            packed(*head_dims),
+            max_seqlen_q=70,
+            max_seqlen_k=70,
+            attn_bias=bias,
+        )
+
+
+def kvcache() -> None:
+    """Append with rotary embedding, attention in splits, their combination; pages or none."""
+    table = torch.tensor([[7, 2, 5, 0, 1, 9, 3, 8], [6, 4, 11, 10, 12, 13, 14, 15]]).int().cuda()
+    lengths = torch.tensor([100, 61], dtype=torch.int32).cuda()
+    cos, sin = (randn(256, 16, grad=False) for _ in range(2))
+    for head_dims in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)]:
+        for rows in (1, 40):
+            for paged in (False, True):
+                shape = (16, 16, 2) if paged else (2, 128, 2)
+                caches = [randn(*shape, dim, grad=False) for dim in head_dims]
+                new = [randn(2, rows, 2, dim, grad=False) for dim in head_dims]
+                q = randn(2, rows, 4, head_dims[0], grad=False)
+                say("cache", head_dims, rows, "paged" if paged else "contiguous")
+                for splits in (1, 3):
+                    kernel.flash_attn_with_kvcache(
+                        q,
+                        *caches,
+                        *(new if rows == 1 else ()),
+                        cache_seqlens=lengths,
+                        causal=True,
+                        num_splits=splits,
+                        block_table=table if paged else None,
+                        **({"rotary_cos": cos, "rotary_sin": sin} if rows == 1 else {}),
+                    )
+                torch.cuda.synchronize()
+
+
+def norms() -> None:
+    for hidden_size in (100, 128, 1024, 4096, 16384, 65536):
+        for rows in (3, 200):
+            for dtype in (torch.bfloat16, torch.float32):
+                say("norms", hidden_size, rows, dtype)
+                inputs = {"x": randn(rows, hidden_size, dtype=dtype), "weight": randn(hidden_size)}
+                run(kernel.rms_norm, inputs)
+                run(kernel.rms_norm, {**inputs, "residual": randn(rows, hidden_size, dtype=dtype)})
+                run(kernel.layer_norm, {**inputs, "bias": randn(hidden_size)})
+
+
+GROUPS = {"attention": attention, "portable": portable, "kvcache": kvcache, "norms": norms}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for name in sys.argv[1:] or GROUPS:
+        GROUPS[name]()
+    print("done", flush=True)
