@@ -138,8 +138,10 @@ void attention_bwd(const AttentionBwdParams& params, void* stream) {
     const DeviceLimits& device = attention_device_limits();
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const BwdPlan plan = plan_bwd(params, device);
-    bwd_preprocess(params, plan, cuda_stream);
-    if (uses_hopper_bwd(params, device)) {
+    const bool hopper = uses_hopper_bwd(params, device);
+    const BwdPassOptions options = hopper ? sm90::bwd_pass_options(params) : BwdPassOptions{};
+    bwd_preprocess(params, plan, options, cuda_stream);
+    if (hopper) {
         sm90::launch_bwd(params, plan, device.num_sms, cuda_stream);
     } else {
         with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
@@ -147,7 +149,7 @@ void attention_bwd(const AttentionBwdParams& params, void* stream) {
                                                                             cuda_stream);
         });
     }
-    bwd_postprocess(params, plan, cuda_stream);
+    bwd_postprocess(params, plan, options, cuda_stream);
 }
 
 }  // namespace cuda

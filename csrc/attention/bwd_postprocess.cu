@@ -1,102 +1,15 @@
 #include <cuda_runtime.h>
 
 #include "attention/bwd_passes.h"
+#include "attention/bwd_round_kernel.cuh"
 #include "attention/element.cuh"
+#include "attention/sm90/bwd_launch.h"
 #include "common/check.h"
 #include "common/launch.h"
 
 namespace flash_attn_norm {
 
 namespace {
-
-/// A set of accumulator tiles and the tensor that they are rounded into.
-struct GradientTiles {
-    const float* sums = nullptr;  // [heads, slots, layout.entries()]
-    uint16_t* gradient = nullptr;
-    AccumulatorLayout layout;
-    float scale = 1.0f;
-    int num_heads = 0;
-    int head_dim = 0;
-    bool of_queries = false;
-};
-
-/// Transposes one tile of sums from register order to rows, through shared memory. kVector as in
-/// AccumulatorLayout.
-template <class Element, int kVector>
-__global__ void round_kernel(const __grid_constant__ AttentionProblem problem,
-                             const __grid_constant__ GradientTiles tiles) {
-    extern __shared__ __align__(16) uint16_t shared_tile[];
-    const AccumulatorLayout& layout = tiles.layout;
-    const BlockSlots slots = tiles.of_queries ? BlockSlots::queries(problem, layout.rows)
-                                              : BlockSlots::keys(problem, layout.rows);
-    const int64_t num_slots = slots.count();
-    const int64_t slot = blockIdx.x % num_slots;
-    const int head = static_cast<int>(blockIdx.x / num_slots);
-    const int64_t batch = slots.batch_of(slot);
-    const int64_t first_row = (slot - slots.first_slot(batch)) * layout.rows;
-    const SeqlenInfo info = seqlen_info_or_uncovered(problem, batch, tiles.of_queries);
-    const int64_t seqlen = tiles.of_queries ? info.seqlen_q : info.seqlen_k;
-    if (first_row < 0 || first_row >= seqlen) return;
-
-    const int thread = static_cast<int>(threadIdx.x);
-    const int lane = thread % 32, warp = thread / 32;
-    const int pitch = layout.columns + 8;
-    const int row = warp % layout.warps_rows * layout.tiles_rows * 16 + lane / 4;
-    const int column_in_warp = 2 * (lane % 4);
-    const int column = warp / layout.warps_rows * layout.tiles_columns * 8 + column_in_warp;
-    const int transposed_row = warp * 16 + lane / 4;
-    const float* sums = tiles.sums + int64_t{blockIdx.x} * layout.entries();
-    const auto put = [&](int m, int n, float e0, float e1, float e2, float e3) {
-        if (kVector == 4 && layout.transposed) {
-            uint16_t* place = shared_tile + (column_in_warp + 8 * n) * pitch + transposed_row;
-            const uint32_t low = Element::pack(e0 * tiles.scale, e1 * tiles.scale);
-            const uint32_t high = Element::pack(e2 * tiles.scale, e3 * tiles.scale);
-            place[0] = static_cast<uint16_t>(low);
-            place[pitch] = static_cast<uint16_t>(low >> 16);
-            place[8] = static_cast<uint16_t>(high);
-            place[pitch + 8] = static_cast<uint16_t>(high >> 16);
-            return;
-        }
-        uint16_t* place = shared_tile + (row + 16 * m) * pitch + column + 8 * n;
-        *reinterpret_cast<uint32_t*>(place) = Element::pack(e0 * tiles.scale, e1 * tiles.scale);
-        *reinterpret_cast<uint32_t*>(place + 8 * pitch) =
-            Element::pack(e2 * tiles.scale, e3 * tiles.scale);
-    };
-    if constexpr (kVector == 4) {
-        const float4* entries = reinterpret_cast<const float4*>(sums) +
-                                thread / 128 * (layout.tiles_columns * 128) + thread % 128;
-#pragma unroll 8
-        for (int n = 0; n < layout.tiles_columns; ++n) {
-            const float4 entry = entries[n * 128];
-            put(0, n, entry.x, entry.y, entry.z, entry.w);
-        }
-    } else {
-        sums += thread;
-        for (int m = 0; m < layout.tiles_rows; ++m) {
-#pragma unroll 4
-            for (int n = 0; n < layout.tiles_columns; ++n) {
-                const float* entry = sums + (m * layout.tiles_columns + n) * 4 * layout.threads;
-                put(m, n, entry[0], entry[layout.threads], entry[2 * layout.threads],
-                    entry[3 * layout.threads]);
-            }
-        }
-    }
-    __syncthreads();
-
-    const int64_t row_stride = int64_t{tiles.num_heads} * tiles.head_dim;
-    const int64_t packed_row = tiles.of_queries
-                                   ? info.batch * problem.seqlen_q + info.row_q + first_row
-                                   : info.batch * problem.seqlen_k + info.row_k + first_row;
-    uint16_t* gradient = tiles.gradient + packed_row * row_stride + int64_t{head} * tiles.head_dim;
-    const int units = tiles.head_dim / 8;
-    const int64_t left = seqlen - first_row;
-    const int rows = static_cast<int>(left < layout.rows ? left : layout.rows);
-    for (int i = thread; i < rows * units; i += layout.threads) {
-        const int r = i / units, unit = i % units;
-        *reinterpret_cast<uint4*>(gradient + r * row_stride + unit * 8) =
-            *reinterpret_cast<const uint4*>(shared_tile + r * pitch + unit * 8);
-    }
-}
 
 constexpr int kSumThreads = 256;
 
@@ -146,51 +59,53 @@ __global__ void __launch_bounds__(kSumThreads)
         sum;
 }
 
-void round_tiles(const AttentionProblem& problem, const GradientTiles& tiles, cudaStream_t stream) {
+void round_tiles(const AttentionProblem& problem, const GradientTiles& tiles, bool dependent,
+                 cudaStream_t stream) {
     const AccumulatorLayout& layout = tiles.layout;
     const BlockSlots slots = tiles.of_queries ? BlockSlots::queries(problem, layout.rows)
                                               : BlockSlots::keys(problem, layout.rows);
     const int64_t ctas = slots.count() * tiles.num_heads;
     if (ctas == 0) return;
-    const int bytes = layout.rows * (layout.columns + 8) * 2;
-    const bool vectors = layout.vector == 4;
-    const auto kernel = problem.dtype == DType::kBFloat16
-                            ? (vectors ? round_kernel<BFloat16, 4> : round_kernel<BFloat16, 1>)
-                            : (vectors ? round_kernel<Float16, 4> : round_kernel<Float16, 1>);
-    kernel<<<grid_size("attention backward", ctas), layout.threads, bytes, stream>>>(problem,
-                                                                                     tiles);
+    if (dependent) return sm90::launch_bwd_round(problem, tiles, ctas, stream);
+    const auto kernel = problem.dtype == DType::kBFloat16 ? round_kernel<BFloat16, false>
+                                                          : round_kernel<Float16, false>;
+    kernel<<<grid_size("attention backward", ctas), layout.threads, rounded_tile_bytes(layout),
+             stream>>>(problem, tiles);
     check_launch("attention backward, postprocess");
 }
 
 }  // namespace
 
-void bwd_postprocess(const AttentionBwdParams& params, const BwdPlan& plan, cudaStream_t stream) {
+void bwd_postprocess(const AttentionBwdParams& params, const BwdPlan& plan,
+                     const BwdPassOptions& options, cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
     const BwdWorkspace workspace = plan.carve(params);
 
     GradientTiles tiles;
     tiles.sums = workspace.dq_accum;
+    tiles.parts = options.first_stores_dq ? workspace.dq_turn : nullptr;
     tiles.gradient = static_cast<uint16_t*>(params.dq);
     tiles.layout = plan.dq;
     tiles.scale = problem.softmax_scale;
     tiles.num_heads = problem.num_heads_q;
     tiles.head_dim = problem.head_dim;
     tiles.of_queries = true;
-    round_tiles(problem, tiles, stream);
+    round_tiles(problem, tiles, options.dependent_launch, stream);
 
     if (plan.head_splits > 1) {
         tiles.num_heads = problem.num_heads_kv;
         tiles.of_queries = false;
+        tiles.parts = nullptr;
         tiles.sums = workspace.dk_accum;
         tiles.gradient = static_cast<uint16_t*>(params.dk);
         tiles.layout = plan.dk;
-        round_tiles(problem, tiles, stream);
+        round_tiles(problem, tiles, options.dependent_launch, stream);
         tiles.sums = workspace.dv_accum;
         tiles.gradient = static_cast<uint16_t*>(params.dv);
         tiles.layout = plan.dv;
         tiles.scale = 1.0f / (1.0f - problem.dropout_p);
         tiles.head_dim = problem.head_dim_v;
-        round_tiles(problem, tiles, stream);
+        round_tiles(problem, tiles, options.dependent_launch, stream);
     }
     if (params.ds_aux != nullptr) {
         const int64_t parts = BlockSlots::queries(problem, plan.block_m).count();

@@ -2,7 +2,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include "attention/bwd_passes.h"
 #include "attention/sm80/bwd_kernel.cuh"
 #include "attention/sm80/launch.h"
 #include "common/check.h"

@@ -4,6 +4,7 @@
 
 #include "attention/element.cuh"
 #include "attention/sm90/bwd_block.cuh"
+#include "attention/sm90/bwd_launch.h"
 #include "attention/sm90/encode_tensor_map.h"
 #include "attention/sm90/tensor_map.h"
 #include "common/dispatch.h"
@@ -16,8 +17,7 @@ namespace sm90 {
 /// softcap and ALiBi.
 template <class Fn>
 void with_bwd_body(const AttentionProblem& problem, Fn&& fn) {
-    const bool general = problem.softcap > 0.0f || problem.alibi_slopes != nullptr;
-    dispatch_bool(general, [&](auto is_general) {
+    dispatch_bool(has_score_terms(problem), [&](auto is_general) {
         if (problem.dtype == DType::kBFloat16) {
             fn(BFloat16{}, is_general);
         } else {
@@ -55,9 +55,18 @@ inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, 
     args.order = bwd_tile_order(params.problem, plan.head_splits, tile_keys, tiles_at_once);
     args.params = params;
     args.workspace = plan.carve(params);
+    args.first_stores_dq = bwd_pass_options(params).first_stores_dq;
+    args.rotates_queries =
+        args.first_stores_dq && !params.deterministic && !has_score_terms(params.problem);
     args.head_splits = plan.head_splits;
     args.heads_per_split = params.problem.group_size() / plan.head_splits;
     args.by_heads = Divisor::of(params.problem.num_heads_kv * plan.head_splits);
+    const BlockSlots queries = BlockSlots::queries(params.problem, plan.block_m);
+    const BlockSlots keys = BlockSlots::keys(params.problem, plan.block_n);
+    args.query_tiles_per_head = static_cast<int>(queries.count());
+    args.query_tiles_per_sequence = static_cast<int>(queries.blocks_per_entry());
+    args.key_tiles_per_head = static_cast<int>(keys.count());
+    args.key_tiles_per_sequence = static_cast<int>(keys.blocks_per_entry());
     const int64_t tiles = int64_t{args.order.units} * args.order.blocks;
     return static_cast<int>(tiles);
 }

@@ -9,6 +9,7 @@
 #include "attention/online_softmax.cuh"
 #include "attention/sm90/bwd_tile_order.h"
 #include "attention/tile_scheduler.h"
+#include "ptx/bulk_store.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/reduction.cuh"
@@ -35,9 +36,16 @@ struct BwdArgs {
     AttentionBwdParams params;
     BwdWorkspace workspace;
     BwdTileOrder order;
+    bool first_stores_dq = false;  // see BwdPassOptions
+    // Tiles without a mask start at different query blocks, each at its own first key, so that the
+    // first one that comes to a query block is not followed closely by others who would wait.
+    bool rotates_queries = false;
     int head_splits = 1;
     int heads_per_split = 1;  // query heads of a unit
     Divisor by_heads;         // num_heads_kv * head_splits
+    // Of dq_accum and of dk_accum; per sequence in dense problems only.
+    int query_tiles_per_head = 0, query_tiles_per_sequence = 0;
+    int key_tiles_per_head = 0, key_tiles_per_sequence = 0;
 };
 
 /// One CTA's share of the backward pass: the block of keys that it holds, the query heads of the
@@ -61,6 +69,7 @@ struct BwdTile {
     int first_tile = 0;  // of head 0: tiles are counted over [num_heads_q, query slots]
     int tiles_per_head = 0;
     int begin = 0, end = 0;            // query blocks
+    int start = 0;                     // the first of them in time, see block()
     int full_begin = 0, full_end = 0;  // of these, those without a masked score
     // Key first_key + j is seen by the rows i with j + row_begin <= i < j + row_end, cut to ints.
     int row_begin = 0, row_end = 0;
@@ -68,6 +77,11 @@ struct BwdTile {
     /// False for a slot of a packed problem that no keys fall into.
     __device__ __forceinline__ bool used() const { return head_begin < head_end; }
     __device__ __forceinline__ bool has_queries() const { return begin < end; }
+    /// The query block of step i of a head: from `start` to the end, then the ones before.
+    __device__ __forceinline__ int block(int i) const {
+        const int next = start + i;
+        return next < end ? next : next - (end - begin);
+    }
 
     /// Tile `tile` of `args`, kTileKeys keys, of which this CTA has kKeys from `offset` on. All of
     /// its CTAs go through the same query blocks.
@@ -75,69 +89,114 @@ struct BwdTile {
     __device__ static BwdTile make(const BwdArgs& args, int index, int offset);
 };
 
+/// Which rows see a key, in 32 bits: sequences are shorter than 2^30 here, and windows are cut to
+/// them, which changes nothing.
+struct KeyWindow {
+    int seqlen_q;
+    int to_row;       // key j stands at row j + to_row of the diagonal
+    int left, right;  // of the window; -1: no bound
+
+    __device__ __forceinline__ static KeyWindow make(const AttentionProblem& problem, int seqlen_q,
+                                                     int seqlen_k) {
+        const auto cut = [](int64_t window, int seqlen) {
+            return window > seqlen ? seqlen : static_cast<int>(window);
+        };
+        return KeyWindow{seqlen_q, seqlen_q - seqlen_k, cut(problem.window_left, seqlen_k),
+                         cut(problem.window_right, seqlen_q)};
+    }
+    /// First row that sees key j, not yet cut to the sequence.
+    __device__ __forceinline__ int row_begin(int j) const { return j + to_row - right; }
+    __device__ __forceinline__ int row_end(int j) const { return j + to_row + left + 1; }
+    /// The same, of the sequence's rows.
+    __device__ __forceinline__ int first_row(int j) const {
+        return right < 0 ? 0 : max(0, row_begin(j));
+    }
+    __device__ __forceinline__ int last_row_end(int j) const {
+        return left < 0 ? seqlen_q : max(0, min(seqlen_q, row_end(j)));
+    }
+
+    /// query_blocks() of tile_scheduler.h.
+    template <int kBlockM>
+    __device__ __forceinline__ BlockRange query_blocks(int key_begin, int key_end) const {
+        const auto block = [](int row) {
+            return static_cast<int>(static_cast<unsigned>(row) / kBlockM);
+        };
+        BlockRange range;
+        const int begin = first_row(key_begin), end = last_row_end(key_end - 1);
+        if (begin >= end || key_begin >= key_end) return range;
+        range.begin = block(begin);
+        range.end = block(end + kBlockM - 1);
+        range.full_begin = block(first_row(key_end - 1) + kBlockM - 1);
+        range.full_end = block(last_row_end(key_begin));
+        return range;
+    }
+};
+
 template <int kTileKeys, int kKeys, int kBlockM>
 __device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
     const AttentionProblem& problem = args.params.problem;
     const BwdTileOrder::Tile place = args.order.tile(index);
-    const BlockSlots slots = BlockSlots::keys(problem, kTileKeys);
     const int heads = problem.num_heads_kv * args.head_splits;
     const int unit_sequence = args.by_heads.quotient(place.unit);
     const int head_split = place.unit - unit_sequence * heads;
-    int64_t sequence = unit_sequence, block = place.block;
-    if (problem.is_packed()) {
-        sequence = slots.batch_of(block);
-        block -= slots.first_slot(sequence);
-    }
-    const SeqlenInfo info = seqlen_info_or_uncovered(problem, sequence, /*of_queries=*/false);
-    const int64_t tile_key = block * kTileKeys;
     BwdTile tile;
-    if (block < 0 || tile_key >= info.seqlen_k) return tile;  // an unused slot
-
-    const int64_t first_key = tile_key + offset;
-    tile.batch = static_cast<int>(info.batch);
+    int seqlen_k = 0, first_key_tile = 0, block = place.block;
+    if (problem.is_packed()) {
+        const BlockSlots slots = BlockSlots::keys(problem, kTileKeys);
+        tile.sequence = static_cast<int>(slots.batch_of(block));
+        block -= static_cast<int>(slots.first_slot(tile.sequence));
+        const SeqlenInfo info =
+            seqlen_info_or_uncovered(problem, tile.sequence, /*of_queries=*/false);
+        tile.seqlen_q = static_cast<int>(info.seqlen_q);
+        seqlen_k = static_cast<int>(info.seqlen_k);
+        if (block < 0 || block * kTileKeys >= seqlen_k) return tile;  // an unused slot
+        tile.query_row = static_cast<int>(info.row_q);
+        tile.key_row = static_cast<int>(info.row_k);
+        tile.first_tile =
+            static_cast<int>(BlockSlots::queries(problem, kBlockM).first_slot(tile.sequence));
+        first_key_tile =
+            static_cast<int>(BlockSlots::keys(problem, kKeys).first_slot(tile.sequence));
+    } else {
+        tile.sequence = tile.batch = unit_sequence;
+        tile.seqlen_q = static_cast<int>(problem.seqlen_q);
+        seqlen_k = static_cast<int>(problem.seqlen_k);
+        tile.first_tile = unit_sequence * args.query_tiles_per_sequence;
+        first_key_tile = unit_sequence * args.key_tiles_per_sequence;
+    }
+    const int tile_key = block * kTileKeys, first_key = tile_key + offset;
     tile.kv_head = args.head_splits == 1 ? head_split : head_split / args.head_splits;
-    tile.key_row = static_cast<int>(info.row_k + first_key);
-    tile.first_key = static_cast<int>(first_key);
-    tile.keys = static_cast<int>(info.seqlen_k - first_key);
-    const BlockSlots key_slots = BlockSlots::keys(problem, kKeys);
-    tile.accum_tile = static_cast<int>(tile.kv_head * key_slots.count() +
-                                       key_slots.first_slot(sequence) + first_key / kKeys);
+    tile.key_row += first_key;
+    tile.first_key = first_key;
+    tile.keys = seqlen_k - first_key;
+    tile.accum_tile = tile.kv_head * args.key_tiles_per_head + first_key_tile + first_key / kKeys;
     tile.head_begin = head_split * args.heads_per_split;
     tile.head_end = tile.head_begin + args.heads_per_split;
+    tile.tiles_per_head = args.query_tiles_per_head;
 
-    const BlockSlots query_slots = BlockSlots::queries(problem, kBlockM);
-    tile.query_row = static_cast<int>(info.row_q);
-    tile.seqlen_q = static_cast<int>(info.seqlen_q);
-    tile.shift = static_cast<int>(info.seqlen_k - info.seqlen_q);
-    tile.sequence = static_cast<int>(sequence);
-    tile.first_tile = static_cast<int>(query_slots.first_slot(sequence));
-    tile.tiles_per_head = static_cast<int>(query_slots.count());
-    const Mask mask{info.seqlen_q, info.seqlen_k, problem.window_left, problem.window_right};
-    const int64_t tile_end = tile_key + kTileKeys;
+    const auto window = KeyWindow::make(problem, tile.seqlen_q, seqlen_k);
     const BlockRange range =
-        query_blocks(mask, tile_key, tile_end < info.seqlen_k ? tile_end : info.seqlen_k, kBlockM);
+        window.query_blocks<kBlockM>(tile_key, min(tile_key + kTileKeys, seqlen_k));
     tile.begin = range.begin;
     tile.end = range.end;
     if (tile.keys < kKeys) {
         tile.full_begin = tile.full_end = range.end;  // keys past the sequence are masked
     } else {
-        const BlockRange own = query_blocks(mask, first_key, first_key + kKeys, kBlockM);
+        const BlockRange own = window.query_blocks<kBlockM>(first_key, first_key + kKeys);
         // Rows past a dense sequence are zeros with probability 0 and need no mask.
-        const bool open = !problem.is_packed() && problem.window_left < 0;
+        const bool open = !problem.is_packed() && window.left < 0;
         tile.full_begin = max(range.begin, min(own.full_begin, range.end));
         tile.full_end = max(tile.full_begin, open ? range.end : min(own.full_end, range.end));
     }
-    const auto cut = [&](int64_t bound) {
-        return static_cast<int>(bound < -info.seqlen_k  ? -info.seqlen_k
-                                : bound > info.seqlen_q ? info.seqlen_q
-                                                        : bound);
-    };
-    const int64_t left = mask.shift() - mask.window_left;
-    tile.left =
-        static_cast<int>(mask.window_left < 0 || left < -info.seqlen_q ? -info.seqlen_q : left);
-    const int64_t to_row = first_key - mask.shift();
-    tile.row_begin = cut(mask.window_right < 0 ? -info.seqlen_k : to_row - mask.window_right);
-    tile.row_end = cut(mask.window_left < 0 ? info.seqlen_q : to_row + mask.window_left + 1);
+    tile.start = tile.begin;
+    if (args.rotates_queries && tile.full_begin == tile.begin && tile.full_end == tile.end &&
+        tile.has_queries()) {
+        tile.start += first_key / kBlockM % (tile.end - tile.begin);
+    }
+    tile.shift = -window.to_row;
+    tile.left = window.left < 0 ? -tile.seqlen_q : tile.shift - window.left;
+    const auto cut = [&](int row) { return max(-seqlen_k, min(row, tile.seqlen_q)); };
+    tile.row_begin = window.right < 0 ? -seqlen_k : cut(window.row_begin(first_key));
+    tile.row_end = window.left < 0 ? tile.seqlen_q : cut(window.row_end(first_key));
     return tile;
 }
 
@@ -150,7 +209,7 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
 /// Waits until `count` CTAs have signalled at `flag`.
 __device__ __forceinline__ void wait_flag(const int* flag, int count) {
     while (ptx::ld_acquire(flag) < count) __nanosleep(100);
-    ptx::fence_proxy_async();  // what they wrote may be added to by the copy engine
+    ptx::fence_proxy_async_global();  // what they wrote may be added to by the copy engine
 }
 
 /// Fills rows [first_row, kRows) of a tile with zeros: what lies there belongs to the next packed

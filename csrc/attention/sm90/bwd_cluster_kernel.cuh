@@ -10,6 +10,7 @@
 #include "attention/sm90/bwd_score_terms.cuh"
 #include "attention/sm90/wgmma_type.cuh"
 #include "ptx/cluster.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/reduction.cuh"
 #include "ptx/shared_address.cuh"
 #include "ptx/shared_memory.cuh"
@@ -77,17 +78,13 @@ __device__ __forceinline__ void load_chunks(uint32_t destination, const CUtensor
     }
 }
 
-/// Loads K, V and the partner's K once, then Q with its LSE and dO with its delta, block by block.
-/// One thread.
+/// Loads K, V and the partner's K. One thread.
 template <class Config>
-__device__ __forceinline__ void load_tiles(const BwdClusterAddresses<Config>& shared,
-                                           const BwdTile& tile, const BwdArgs& args, int rank) {
-    using QLayout = typename Config::QLayout;
-    using DoutLayout = typename Config::DoutLayout;
+__device__ __forceinline__ void load_keys(const BwdClusterAddresses<Config>& shared,
+                                          const BwdTile& tile, const BwdArgs& args, int rank) {
     using KLayout = typename Config::KLayout;
     using VLayout = typename Config::VLayout;
     using PartnerKLayout = typename Config::PartnerKLayout;
-    constexpr uint32_t kRowsBytes = Config::kBlockM * 4;
     const int batch = tile.batch;
     const int partner_row = tile.key_row + (rank == 0 ? Config::kBlockN : -Config::kBlockN);
     const uint32_t kv_full = shared.kv_full();
@@ -97,6 +94,16 @@ __device__ __forceinline__ void load_tiles(const BwdClusterAddresses<Config>& sh
     load_chunks<VLayout>(shared.v(), &args.v, kv_full, 0, tile.key_row, tile.kv_head, batch);
     load_chunks<PartnerKLayout>(shared.partner_k(), &args.k, kv_full, rank * Config::kHeadDim / 2,
                                 partner_row, tile.kv_head, batch);
+}
+
+/// Loads Q with its LSE and dO with its delta, block by block. One thread.
+template <class Config>
+__device__ __forceinline__ void load_queries(const BwdClusterAddresses<Config>& shared,
+                                             const BwdTile& tile, const BwdArgs& args) {
+    using QLayout = typename Config::QLayout;
+    using DoutLayout = typename Config::DoutLayout;
+    constexpr uint32_t kRowsBytes = Config::kBlockM * 4;
+    const int batch = tile.batch;
     uint32_t count = 0;
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
@@ -551,16 +558,19 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
         ptx::prefetch_tensormap(&args.dout);
         storage.tile = BwdTile::make<Config::kTileKeys, Config::kBlockN, Config::kBlockM>(
             args, static_cast<int>(blockIdx.x) / 2, rank * Config::kBlockN);
+        if (storage.tile.has_queries()) load_keys(shared, storage.tile, args, rank);
     }
     __syncwarp();
     ptx::cluster_arrive();
     ptx::cluster_wait();
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();  // for LSE, delta and the zeros of dQ; before any return
     const BwdTile& tile = storage.tile;
     if (!tile.used()) return;  // the partner's tile is not either
 
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kLoaderRegisters>();
-        if (threadIdx.x == 0 && tile.has_queries()) load_tiles(shared, tile, args, rank);
+        if (threadIdx.x == 0 && tile.has_queries()) load_queries(shared, tile, args);
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -50,6 +50,18 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, int num_sms) {
                                : plan_bwd_cluster<256>(params, num_sms);
 }
 
+BwdPassOptions bwd_pass_options(const AttentionBwdParams& params) {
+    BwdPassOptions options;
+    options.dependent_launch = true;
+    // The cluster kernel adds dQ from its consumers, who cannot wait for a store. Where CTAs go
+    // through the same query blocks side by side, waiting costs more than the zeros.
+    const AttentionProblem& problem = params.problem;
+    const bool apart = problem.window_left >= 0 || problem.window_right >= 0 ||
+                       (!problem.is_packed() && !has_score_terms(problem));
+    options.first_stores_dq = std::max(problem.head_dim, problem.head_dim_v) <= 128 && apart;
+    return options;
+}
+
 void launch_bwd(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
                 cudaStream_t stream) {
     const int head_dim = params.problem.head_dim, head_dim_v = params.problem.head_dim_v;

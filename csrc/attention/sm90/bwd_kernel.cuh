@@ -9,6 +9,9 @@
 #include "attention/sm90/bwd_config.h"
 #include "attention/sm90/bwd_score_terms.cuh"
 #include "attention/sm90/wgmma_type.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/bulk_store.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/reduction.cuh"
 #include "ptx/shared_address.cuh"
 #include "ptx/shared_memory.cuh"
@@ -59,32 +62,39 @@ struct BwdAddresses {
     }
 };
 
-/// Loads K and V once, then Q with its LSE and dO with its delta, block by block. One thread.
+/// Loads K and V. One thread.
 template <class Config>
-__device__ __forceinline__ void load_tiles(const BwdAddresses<Config>& shared, const BwdTile& tile,
-                                           const BwdArgs& args) {
-    using QLayout = typename Config::QLayout;
+__device__ __forceinline__ void load_keys(const BwdAddresses<Config>& shared, const BwdTile& tile,
+                                          const BwdArgs& args) {
     using KLayout = typename Config::KLayout;
-    constexpr uint32_t kRowsBytes = Config::kBlockM * 4;
-    const int batch = tile.batch;
     ptx::mbarrier_arrive_expect_tx(shared.kv_full(), 2 * KLayout::kBytes);
 #pragma unroll 1
     for (int c = 0; c < KLayout::kChunks; ++c) {
         const int column = c * KLayout::kChunkColumns;
         const uint32_t bytes = static_cast<uint32_t>(c * KLayout::kChunkBytes);
         ptx::tma_load_4d(shared.k() + bytes, &args.k, shared.kv_full(), column, tile.key_row,
-                         tile.kv_head, batch);
+                         tile.kv_head, tile.batch);
         ptx::tma_load_4d(shared.v() + bytes, &args.v, shared.kv_full(), column, tile.key_row,
-                         tile.kv_head, batch);
+                         tile.kv_head, tile.batch);
     }
+}
+
+/// Loads Q with its LSE and dO with its delta, block by block. One thread.
+template <class Config>
+__device__ __forceinline__ void load_queries(const BwdAddresses<Config>& shared,
+                                             const BwdTile& tile, const BwdArgs& args) {
+    using QLayout = typename Config::QLayout;
+    constexpr uint32_t kRowsBytes = Config::kBlockM * 4;
+    const int batch = tile.batch;
     uint32_t count = 0;
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
-        int row = tile.query_row + tile.begin * Config::kBlockM;
-        int64_t tile_row =
-            (int64_t{head} * tile.tiles_per_head + tile.first_tile + tile.begin) * Config::kBlockM;
+        const int64_t first_tile = int64_t{head} * tile.tiles_per_head + tile.first_tile;
 #pragma unroll 1
-        for (int block = tile.begin; block < tile.end; ++block, ++count) {
+        for (int i = 0; i < tile.end - tile.begin; ++i, ++count) {
+            const int block = tile.block(i);
+            const int row = tile.query_row + block * Config::kBlockM;
+            const int64_t tile_row = (first_tile + block) * Config::kBlockM;
             const int s = static_cast<int>(count % Config::kStages);
             const uint32_t parity = count / Config::kStages % 2 ^ 1;  // the first round is free
             wait_barrier(shared.q_free(s), parity);
@@ -107,53 +117,96 @@ __device__ __forceinline__ void load_tiles(const BwdAddresses<Config>& shared, c
             }
             ptx::bulk_load(shared.delta(s), args.workspace.delta + tile_row, kRowsBytes,
                            shared.dout_full(s));
-            row += Config::kBlockM;
-            tile_row += Config::kBlockM;
         }
     }
 }
 
-__device__ __forceinline__ int* dq_turn(const BwdTile& tile, const BwdArgs& args, int head,
-                                        int block) {
-    return args.workspace.dq_turn + int64_t{head} * tile.tiles_per_head + tile.first_tile + block;
-}
+/// Of dq_turn when sums are not in turns: what is known of a query block's dQ.
+enum DqState : int { kNoDq = 0, kDqClaimed = 1, kDqStored = 2 };
 
-/// Waits until all key blocks to the left have added their part of a query block's dQ. Their CTAs
-/// drew lower tickets.
+/// How one thread adds to the sums of dQ, query block after query block. `parts` is the block's
+/// entry of dq_turn.
+///
+/// If the first part of a block is stored, so that nobody has to write zeros before, the first CTA
+/// that comes claims the block. The others wait until it has stored; it runs, and waits for nobody
+/// before it has. Deterministic sums take the key blocks that a query block meets from left to
+/// right, each waits for its turn: their CTAs drew lower tickets.
 template <class Config>
-__device__ __forceinline__ void wait_dq_turn(const BwdTile& tile, const BwdArgs& args, int head,
-                                             int block) {
-    const int first_key = max(0, block * Config::kBlockM + tile.left);
-    const int turn =
-        (tile.first_key - first_key / Config::kBlockN * Config::kBlockN) / Config::kBlockN;
-    wait_flag(dq_turn(tile, args, head, block), turn);
-}
+struct DqOrder {
+    bool in_turns, first_stores;
+    bool is_first = false;  // this CTA stores
+
+    __device__ __forceinline__ explicit DqOrder(const BwdArgs& args)
+        : in_turns(args.params.deterministic), first_stores(args.first_stores_dq) {}
+
+    /// Returns when this CTA may write its part.
+    __device__ __forceinline__ void enter(const BwdTile& tile, int* parts, int block, int state) {
+        if (in_turns) {
+            const int first_key = max(0, block * Config::kBlockM + tile.left);
+            const int turn =
+                (tile.first_key - first_key / Config::kBlockN * Config::kBlockN) / Config::kBlockN;
+            wait_flag(parts, turn);
+            is_first = first_stores && turn == 0;
+        } else if (first_stores) {
+            is_first = state == kNoDq;
+            if (state == kDqClaimed) wait_flag(parts, kDqStored);
+        }
+    }
+
+    __device__ __forceinline__ void write(float* part, uint32_t source) const {
+        if (is_first) {
+            ptx::bulk_store(part, source, Config::kDqEntries * 4);
+        } else {
+            ptx::bulk_reduce_add_f32(part, source, Config::kDqEntries * 4);
+        }
+        ptx::bulk_commit_group();
+    }
+
+    __device__ __forceinline__ int claim(int* parts) const {
+        if (in_turns || !first_stores || parts == nullptr) return kNoDq;
+        const int state = ptx::atom_acquire_cas(parts, kNoDq, kDqClaimed);
+        ptx::fence_proxy_async_global();  // what was stored may be added to by the copy engine
+        return state;
+    }
+
+    /// Says that this CTA's part is in memory, where others wait for it, and claims the next block.
+    __device__ __forceinline__ int leave(int* parts, int* next_parts) const {
+        int state = kNoDq;
+        if (in_turns || is_first) {
+            // The claim is on its way while the part is.
+            if (!in_turns && next_parts != nullptr) {
+                state = ptx::atom_relaxed_cas(next_parts, kNoDq, kDqClaimed);
+            }
+            ptx::bulk_wait_group<0>();
+            ptx::red_release_add(parts, 1);
+            return state == kNoDq ? kNoDq : kDqClaimed;  // seen without order: looks again
+        }
+        return claim(next_parts);
+    }
+};
 
 /// Adds dQ of each step to the sums in memory, as the consumers put it down. One warp.
-/// Deterministic sums take the key blocks that a query block meets from left to right: each waits
-/// for its turn.
 template <class Config>
 __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, const BwdTile& tile,
                                           const BwdArgs& args) {
     constexpr int kTileEntries = Config::kBlockM * Config::kHeadDim;
     const bool leader = threadIdx.x % 32 == 0;
-    const bool in_turns = args.params.deterministic;
+    DqOrder<Config> order(args);
+    const int blocks = tile.end - tile.begin;
+    int64_t first_tile = int64_t{tile.head_begin} * tile.tiles_per_head + tile.first_tile;
+    int* parts = args.workspace.dq_turn + first_tile + tile.start;
+    int state = leader && blocks > 0 ? order.claim(parts) : kNoDq;
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
-        float* sums =
-            args.workspace.dq_accum +
-            (int64_t{head} * tile.tiles_per_head + tile.first_tile + tile.begin) * kTileEntries;
 #pragma unroll 1
-        for (int block = tile.begin; block < tile.end; ++block, sums += kTileEntries) {
+        for (int i = 0; i < blocks; ++i) {
+            const int block = tile.block(i);
+            float* sums = args.workspace.dq_accum + (first_tile + block) * kTileEntries;
+            if (leader) order.enter(tile, parts, block, state);
 #pragma unroll
             for (int w = 0; w < Config::kWarpgroups; ++w) {
                 ptx::bar_sync(kDqReady + w, kHandOverThreads);
-                if (leader) {
-                    if (in_turns && w == 0) wait_dq_turn<Config>(tile, args, head, block);
-                    ptx::bulk_reduce_add_f32(sums + w * Config::kDqEntries, shared.dq(w),
-                                             Config::kDqEntries * 4);
-                    ptx::bulk_commit_group();
-                }
+                if (leader) order.write(sums + w * Config::kDqEntries, shared.dq(w));
             }
 #pragma unroll
             for (int w = 0; w < Config::kWarpgroups; ++w) {
@@ -167,11 +220,14 @@ __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, co
                 __syncwarp();
                 ptx::bar_arrive(kDqFree + w, kHandOverThreads);
             }
-            if (in_turns && leader) {
-                ptx::bulk_wait_group<0>();  // the sums are in memory
-                ptx::fence_proxy_async();
-                ptx::red_release_add(dq_turn(tile, args, head, block), 1);
-            }
+            const bool last_of_head = i + 1 == blocks;
+            if (last_of_head) first_tile += tile.tiles_per_head;
+            const bool last = last_of_head && head + 1 == tile.head_end;
+            int* next_parts =
+                last ? nullptr
+                     : args.workspace.dq_turn + first_tile + tile.block(last_of_head ? 0 : i + 1);
+            if (leader) state = order.leave(parts, next_parts);
+            parts = next_parts;
         }
     }
 }
@@ -547,15 +603,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                                     : static_cast<int>(blockIdx.x);
         storage.tile =
             BwdTile::make<Config::kBlockN, Config::kBlockN, Config::kBlockM>(args, index, 0);
+        if (storage.tile.has_queries()) load_keys(shared, storage.tile, args);
     }
     __syncthreads();
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();  // for LSE, delta and dq_turn; before any return
     const BwdTile& tile = storage.tile;
     if (!tile.used()) return;
 
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kLoaderRegisters>();
         if (threadIdx.x == 0) {
-            if (tile.has_queries()) load_tiles(shared, tile, args);
+            if (tile.has_queries()) load_queries(shared, tile, args);
         } else if (threadIdx.x / 32 == 1) {
             reduce_dq(shared, tile, args);
         }

@@ -7,6 +7,7 @@
 #include "attention/sm90/bwd_arguments.cuh"
 #include "attention/sm90/bwd_kernel.cuh"
 #include "attention/sm90/bwd_launch.h"
+#include "attention/sm90/dependent_launch.h"
 #include "common/check.h"
 #include "common/launch.h"
 
@@ -38,8 +39,8 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan, in
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), kBytes,
                         current_device_limits().device, allowed);
-    bwd_kernel<Config><<<tiles, Config::kThreads, kBytes, stream>>>(args);
-    check_launch("attention backward");
+    launch_dependent(bwd_kernel<Config>, tiles, Config::kThreads, kBytes, stream,
+                     "attention backward", args);
 }
 
 template <int kHeadDim>

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "attention/bwd_passes.h"
 #include "attention/bwd_workspace.h"
 #include "attention/params.h"
 
@@ -15,6 +16,20 @@ bool can_run_bwd(const AttentionBwdParams& params);
 
 /// The plan of the kernel that this problem takes. num_sms: of the device.
 BwdPlan plan_bwd(const AttentionBwdParams& params, int num_sms);
+
+/// Whether scores take the code for softcap and ALiBi.
+inline bool has_score_terms(const AttentionProblem& problem) {
+    return problem.softcap > 0.0f || problem.alibi_slopes != nullptr;
+}
+
+/// What that kernel expects of the passes around it.
+BwdPassOptions bwd_pass_options(const AttentionBwdParams& params);
+
+/// The kernels of bwd_preprocess() and bwd_postprocess() with dependent launches, `ctas` of them.
+void launch_bwd_preprocess(const AttentionBwdParams& params, const BwdWorkspace& workspace,
+                           int block_m, int64_t zeroed_entries, int64_t ctas, cudaStream_t stream);
+void launch_bwd_round(const AttentionProblem& problem, const GradientTiles& tiles, int64_t ctas,
+                      cudaStream_t stream);
 
 /// The main kernel, between bwd_preprocess() and bwd_postprocess().
 void launch_bwd(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
