@@ -110,25 +110,26 @@ void check_cache_shapes(const KvCacheArguments& arguments) {
 /// What is written must be written once, and not be read as an input. Inputs may share memory with
 /// each other, and with a cache that is only read.
 void check_memory(const KvCacheArguments& arguments) {
-    const Tensor &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
-    const auto check_rows = [](const char* name, const Tensor& cache) {
-        if (!overlaps_itself(cache)) return;
+    const MemoryOf k_cache(arguments.k_cache), v_cache(arguments.v_cache);
+    const auto check_rows = [](const char* name, const Tensor& cache, const MemoryOf& memory) {
+        if (!memory.overlaps_itself()) return;
         refuse(name, " has shape ", shape_text(cache), " and strides ", strides_text(cache),
                ": its elements share memory, so that a new row would be written over others; pass "
                "a cache of its own memory, e.g. ",
                name, ".contiguous(), or k and v as None");
     };
-    check_rows("k_cache", k_cache);
-    check_rows("v_cache", v_cache);
-    if (shares_memory(k_cache, v_cache)) {
+    check_rows("k_cache", arguments.k_cache, k_cache);
+    check_rows("v_cache", arguments.v_cache, v_cache);
+    if (k_cache.shares(v_cache)) {
         refuse(
             "k_cache and v_cache share memory, so that k and v would be written over each other; "
             "write such rows yourself, and pass k and v as None");
     }
     const auto check = [&](const char* name, const std::optional<Tensor>& input) {
         if (!input) return;
-        const bool in_k_cache = shares_memory(*input, k_cache);
-        if (!in_k_cache && !shares_memory(*input, v_cache)) return;
+        const MemoryOf memory(*input);
+        const bool in_k_cache = memory.shares(k_cache);
+        if (!in_k_cache && !memory.shares(v_cache)) return;
         refuse(name, " shares memory with ", in_k_cache ? "k_cache" : "v_cache",
                ", which new rows are written into; pass ", name, ".clone()");
     };

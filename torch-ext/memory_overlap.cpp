@@ -1,8 +1,10 @@
 #include "memory_overlap.h"
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <stdexcept>
 
 namespace flash_attn_norm {
 
@@ -24,33 +26,45 @@ int64_t floor_div(int64_t a, int64_t b) {
     return a / b - (a % b < 0 ? 1 : 0);
 }
 
+constexpr size_t kMaxDims = MemoryOf::kMaxDims;
+
+/// Room for the terms of two tensors and of an element.
+struct Terms {
+    std::array<Term, 2 * kMaxDims + 1> data;
+    size_t count = 0;
+
+    void add(int64_t stride, int64_t low, int64_t high) { data[count++] = Term{stride, low, high}; }
+    Term* begin() { return data.data(); }
+    Term* end() { return data.data() + count; }
+};
+
 /// Sums of multiples of strides. Strides of one tensor are nested, each at least as large as all
 /// that the smaller ones span, so that each step of the search has one or two numbers to try.
 class Sums {
   public:
-    explicit Sums(std::vector<Term> terms) : terms_(std::move(terms)) {
+    explicit Sums(const Terms& terms) : terms_(terms) {
         std::sort(terms_.begin(), terms_.end(),
                   [](const Term& a, const Term& b) { return a.stride > b.stride; });
         size_t count = 0;
         for (const Term& term : terms_) {
-            if (count > 0 && terms_[count - 1].stride == term.stride) {
-                terms_[count - 1].low += term.low;
-                terms_[count - 1].high += term.high;
+            if (count > 0 && terms_.data[count - 1].stride == term.stride) {
+                terms_.data[count - 1].low += term.low;
+                terms_.data[count - 1].high += term.high;
             } else {
-                terms_[count++] = term;
+                terms_.data[count++] = term;
             }
         }
-        terms_.resize(count);
+        terms_.count = count;
     }
 
     /// Whether one of the sums is `target`. A search that takes too long, among strides that are
     /// those of no sensible layout, counts as a yes.
     bool contain(int64_t target) {
-        lows_.assign(terms_.size() + 1, 0);
-        highs_.assign(terms_.size() + 1, 0);
-        for (size_t i = terms_.size(); i-- > 0;) {
-            lows_[i] = lows_[i + 1] + terms_[i].low * terms_[i].stride;
-            highs_[i] = highs_[i + 1] + terms_[i].high * terms_[i].stride;
+        lows_[terms_.count] = highs_[terms_.count] = 0;
+        for (size_t i = terms_.count; i-- > 0;) {
+            const Term& term = terms_.data[i];
+            lows_[i] = lows_[i + 1] + term.low * term.stride;
+            highs_[i] = highs_[i + 1] + term.high * term.stride;
         }
         steps_left_ = 10000;
         return search(0, target);
@@ -58,8 +72,8 @@ class Sums {
 
   private:
     bool search(size_t i, int64_t target) {
-        if (i == terms_.size()) return target == 0;
-        const Term& term = terms_[i];
+        if (i == terms_.count) return target == 0;
+        const Term& term = terms_.data[i];
         const int64_t first = std::max(term.low, ceil_div(target - highs_[i + 1], term.stride));
         const int64_t last = std::min(term.high, floor_div(target - lows_[i + 1], term.stride));
         for (int64_t x = first; x <= last; ++x) {
@@ -68,83 +82,71 @@ class Sums {
         return false;
     }
 
-    std::vector<Term> terms_;
-    std::vector<int64_t> lows_, highs_;  // of the sums of the terms from one on
+    Terms terms_;
+    std::array<int64_t, 2 * kMaxDims + 2> lows_, highs_;  // of the sums of the terms from one on
     int64_t steps_left_ = 0;
-};
-
-/// A tensor's addresses: begin, plus a multiple of each stride, plus the bytes of an element.
-struct [[gnu::visibility("hidden")]] Addresses {
-    int64_t begin = 0;
-    int64_t size = 0;            // from the first byte to behind the last one; 0 without elements
-    int64_t element_size = 1;    // bytes
-    bool repeats = false;        // a dimension of several entries has stride 0
-    std::vector<Term> forwards;  // of dimensions with several entries
-
-    explicit Addresses(const Tensor& tensor)
-        : begin(static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.const_data_ptr()))),
-          element_size(static_cast<int64_t>(tensor.element_size())) {
-        const auto sizes = tensor.sizes(), strides = tensor.strides();
-        size = element_size;
-        for (size_t dim = 0; dim < sizes.size(); ++dim) {
-            if (sizes[dim] == 0) {
-                size = 0;
-                return;
-            }
-            if (sizes[dim] == 1) continue;
-            repeats |= strides[dim] == 0;
-            if (strides[dim] == 0) continue;
-            const int64_t stride = strides[dim] * element_size;
-            forwards.push_back(Term{stride, 0, sizes[dim] - 1});
-            size += (sizes[dim] - 1) * stride;
-        }
-    }
 };
 
 }  // namespace
 
-bool overlaps_itself(const Tensor& tensor) {
-    Addresses addresses(tensor);
-    if (addresses.size == 0) return false;
-    if (addresses.repeats) return true;
-    std::vector<Term>& terms = addresses.forwards;
-    std::sort(terms.begin(), terms.end(),
-              [](const Term& a, const Term& b) { return a.stride < b.stride; });
-    int64_t span = addresses.element_size;
+MemoryOf::MemoryOf(const Tensor& tensor)
+    : begin_(static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.const_data_ptr()))),
+      element_size_(static_cast<int64_t>(tensor.element_size())) {
+    const auto sizes = tensor.sizes(), strides = tensor.strides();
+    if (sizes.size() > kMaxDims) throw std::invalid_argument("a tensor has too many dimensions");
+    size_ = element_size_;
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+        if (sizes[dim] == 0) {
+            size_ = 0;
+            return;
+        }
+        if (sizes[dim] == 1) continue;
+        repeats_ |= strides[dim] == 0;
+        if (strides[dim] == 0) continue;
+        dims_[num_dims_++] = Dim{strides[dim] * element_size_, sizes[dim] - 1};
+        size_ += dims_[num_dims_ - 1].last * dims_[num_dims_ - 1].stride;
+    }
+}
+
+bool MemoryOf::overlaps_itself() const {
+    if (size_ == 0) return false;
+    if (repeats_) return true;
+    std::array<Dim, kMaxDims> dims = dims_;
+    const auto end = dims.begin() + static_cast<std::ptrdiff_t>(num_dims_);
+    std::sort(dims.begin(), end, [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
+    int64_t span = element_size_;
     bool nested = true;
-    for (const Term& term : terms) {
-        nested &= term.stride >= span;
-        span += term.high * term.stride;
+    for (auto dim = dims.begin(); dim != end; ++dim) {
+        nested &= dim->stride >= span;
+        span += dim->last * dim->stride;
     }
     if (nested) return false;
     // Two elements share memory if a difference of their indices is no difference of addresses: its
-    // first entry that is not zero may be taken as positive.
-    const int64_t bytes = addresses.element_size;
-    while (!terms.empty()) {
-        const Term leading = terms.back();
-        terms.pop_back();
-        std::vector<Term> differences{Term{leading.stride, 1, leading.high}};
-        for (const Term& term : terms) {
-            differences.push_back(Term{term.stride, -term.high, term.high});
+    // first entry that is not zero, of the largest stride, may be taken as positive.
+    for (size_t leading = num_dims_; leading-- > 0;) {
+        Terms terms;
+        terms.add(dims[leading].stride, 1, dims[leading].last);
+        for (size_t i = 0; i < leading; ++i) {
+            terms.add(dims[i].stride, -dims[i].last, dims[i].last);
         }
-        differences.push_back(Term{1, 1 - bytes, bytes - 1});
-        if (Sums(std::move(differences)).contain(0)) return true;
+        terms.add(1, 1 - element_size_, element_size_ - 1);
+        if (Sums(terms).contain(0)) return true;
     }
     return false;
 }
 
-bool shares_memory(const Tensor& a, const Tensor& b) {
-    const Addresses first(a), second(b);
-    if (first.size == 0 || second.size == 0 || first.begin + first.size <= second.begin ||
-        second.begin + second.size <= first.begin) {
+bool MemoryOf::shares(const MemoryOf& other) const {
+    if (size_ == 0 || other.size_ == 0 || begin_ + size_ <= other.begin_ ||
+        other.begin_ + other.size_ <= begin_) {
         return false;
     }
-    std::vector<Term> terms = first.forwards;
-    for (const Term& term : second.forwards) {
-        terms.push_back(Term{term.stride, -term.high, 0});
+    Terms terms;
+    for (size_t i = 0; i < num_dims_; ++i) terms.add(dims_[i].stride, 0, dims_[i].last);
+    for (size_t i = 0; i < other.num_dims_; ++i) {
+        terms.add(other.dims_[i].stride, -other.dims_[i].last, 0);
     }
-    terms.push_back(Term{1, 1 - second.element_size, first.element_size - 1});
-    return Sums(std::move(terms)).contain(second.begin - first.begin);
+    terms.add(1, 1 - other.element_size_, element_size_ - 1);
+    return Sums(terms).contain(other.begin_ - begin_);
 }
 
 }  // namespace flash_attn_norm

@@ -2,13 +2,37 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
 namespace flash_attn_norm {
 
-/// Whether two elements of a tensor lie in the same memory, as those of an expanded one do.
-bool overlaps_itself(const torch::stable::Tensor& tensor);
+/// The bytes that a tensor's elements lie in.
+class MemoryOf {
+  public:
+    static constexpr size_t kMaxDims = 8;
 
-/// Whether an element of one tensor lies in memory of an element of the other. Views that only
-/// interleave, as keys and values that alternate in one tensor, do not share any.
-bool shares_memory(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
+    explicit MemoryOf(const torch::stable::Tensor& tensor);
+
+    /// Whether two elements lie in the same memory, as those of an expanded tensor do.
+    bool overlaps_itself() const;
+
+    /// Whether an element lies in memory of one of the other tensor's. Views that only interleave,
+    /// as keys and values that alternate in one tensor, share none.
+    bool shares(const MemoryOf& other) const;
+
+  private:
+    struct Dim {
+        int64_t stride, last;  // bytes; the last index
+    };
+
+    int64_t begin_ = 0;
+    int64_t size_ = 0;  // from the first byte to behind the last one; 0 without elements
+    int64_t element_size_ = 1;
+    bool repeats_ = false;            // a dimension of several entries has stride 0
+    std::array<Dim, kMaxDims> dims_;  // those of several entries, but for stride 0
+    size_t num_dims_ = 0;
+};
 
 }  // namespace flash_attn_norm

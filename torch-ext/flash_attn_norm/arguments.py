@@ -37,13 +37,13 @@ def check_optional_tensor(name: str, value: Any) -> None:
 def check_number(name: str, value: Any) -> float:
     """The number; a tensor without dimensions counts as one if reading it loses nothing, and a bool
     does not: it is a flag that stands in another argument's place."""
-    is_bool = isinstance(value, bool)
-    if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) and not is_bool:
+    kind = type(value)
+    if kind is float or kind is int or isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, Tensor):
         _check_scalar_tensor(name, value, "a number")
         return value.item()
-    if isinstance(value, numbers.Real) and not is_bool:  # NumPy's scalars
+    if isinstance(value, numbers.Real) and kind is not bool:  # NumPy's scalars
         return float(value)
     raise ValueError(f"{name} is {_text(value)}; it must be a number")
 

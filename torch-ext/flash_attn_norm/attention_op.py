@@ -105,12 +105,12 @@ def attention(
 
 def _forward(*inputs) -> tuple[Tensor, Tensor]:
     eager = _wants_eager_function(inputs)
-    return _EagerAttention.apply(*inputs) if eager else call(ops.attention_fwd, *inputs)
+    return _EagerAttention.apply(*inputs) if eager else call(ops.attention_fwd, inputs)
 
 
 def _gradients(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     eager = _wants_eager_function(inputs)
-    return _EagerGradients.apply(*inputs) if eager else call(ops.attention_bwd, *inputs)
+    return _EagerGradients.apply(*inputs) if eager else call(ops.attention_bwd, inputs)
 
 
 def _wants_eager_function(inputs) -> bool:
@@ -371,7 +371,7 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs):
-        return call(ops.attention_fwd, *inputs)
+        return call(ops.attention_fwd, inputs)
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
@@ -384,7 +384,7 @@ class _EagerGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs):
-        return call(ops.attention_bwd, *inputs)
+        return call(ops.attention_bwd, inputs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

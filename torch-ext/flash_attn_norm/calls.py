@@ -3,17 +3,13 @@
 import re
 from typing import Any, Callable, Optional
 
-import torch
-
 # What a refusal's text begins with where torch may have lost its type: see refusals.h.
 _TYPE = "ValueError: "
 
 
-def call(op: Callable, *arguments: Any, renamed: Optional[dict[str, str]] = None) -> Any:
+def call(op: Callable, arguments: tuple, renamed: Optional[dict[str, str]] = None) -> Any:
     """``op(*arguments)``; ``renamed`` are arguments with another name in the caller's signature
     than in the op's errors."""
-    if torch.compiler.is_compiling():
-        return op(*arguments)
     try:
         return op(*arguments)
     except (ValueError, RuntimeError) as error:

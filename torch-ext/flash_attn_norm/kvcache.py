@@ -101,8 +101,6 @@ def flash_attn_with_kvcache(
         raise ValueError(
             "block_table and page_table are both given; they are two names of one table"
         )
-    renamed = None if page_table is None else {"block_table": "page_table"}
-    page_table = block_table if page_table is None else page_table
     return_softmax_lse = check_flag("return_softmax_lse", return_softmax_lse)
     if (k is None) != (v is None):
         missing = "k" if k is None else "v"
@@ -126,8 +124,11 @@ def flash_attn_with_kvcache(
         cache_leftpad=cache_leftpad,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
-        **{"page_table" if renamed else "block_table": page_table},
+        block_table=block_table,
+        page_table=page_table,
     )
+    renamed = None if page_table is None else {"block_table": "page_table"}
+    page_table = block_table if page_table is None else page_table
     check_paged(k_cache, page_table, renamed)
     if k is not None:
         _check_written(k_cache=k_cache, v_cache=v_cache)
@@ -165,10 +166,10 @@ def _check_written(**caches: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     for name, cache in caches.items():
-        if cache.is_neg() or cache._is_zerotensor():
+        if cache.is_neg():
             raise ValueError(
-                f"{name} is a view of other numbers than those in memory (negative or zero), which "
-                f"new rows cannot be written into; pass {name}.clone()"
+                f"{name} is a view of the negative numbers of those in memory, which new rows "
+                f"cannot be written into; pass {name}.clone()"
             )
 
 

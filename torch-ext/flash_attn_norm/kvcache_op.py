@@ -6,6 +6,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import check_flag, check_number, check_tensor, refuse_forward_mode
@@ -27,19 +28,23 @@ def check_inference(
 ) -> None:
     """Refuses what is no plain tensor, None but for ``required`` ones apart, and a gradient that
     would silently stop here."""
-    recording = torch.is_grad_enabled()
-    tensors = {**required, **optional}
-    for name, tensor in tensors.items():
-        if tensor is None and name not in required:
-            continue
-        refuse_dtensor(name, tensor)
-        check_tensor(name, tensor)
-        if recording and tensor.requires_grad:
-            raise ValueError(
-                f"{name}.requires_grad is True, but {function} has no gradient; call it under "
-                f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
-            )
-    refuse_forward_mode(function, **tensors)
+    for name, tensor in required.items():
+        _check_inference(function, name, tensor)
+    for name, tensor in optional.items():
+        if tensor is not None:
+            _check_inference(function, name, tensor)
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(function, **required, **optional)
+
+
+def _check_inference(function: str, name: str, tensor: Tensor) -> None:
+    refuse_dtensor(name, tensor)
+    check_tensor(name, tensor)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}.requires_grad is True, but {function} has no gradient; call it under "
+            f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+        )
 
 
 def check_paged(
@@ -164,11 +169,39 @@ def attend(
     if k is None:
         return call(
             ops.attention_kvcache,
-            q,
+            (
+                q,
+                k_cache,
+                v_cache,
+                cu_seqlens_q,
+                cu_seqlens_k,
+                cache_seqlens,
+                cache_batch_idx,
+                cache_leftpad,
+                page_table,
+                alibi_slopes,
+                s_aux,
+                seqlen,
+                softmax_scale,
+                causal,
+                window_left,
+                window_right,
+                softcap,
+                num_splits,
+                checks_values(),
+            ),
+            renamed,
+        )
+    results = call(
+        ops.attention_kvcache_append,
+        (
             k_cache,
             v_cache,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            q,
+            k,
+            v,
+            rotary_cos,
+            rotary_sin,
             cache_seqlens,
             cache_batch_idx,
             cache_leftpad,
@@ -181,35 +214,11 @@ def attend(
             window_left,
             window_right,
             softcap,
+            rotary_interleaved,
             num_splits,
             checks_values(),
-            renamed=renamed,
-        )
-    results = call(
-        ops.attention_kvcache_append,
-        k_cache,
-        v_cache,
-        q,
-        k,
-        v,
-        rotary_cos,
-        rotary_sin,
-        cache_seqlens,
-        cache_batch_idx,
-        cache_leftpad,
-        page_table,
-        alibi_slopes,
-        s_aux,
-        seqlen,
-        softmax_scale,
-        causal,
-        window_left,
-        window_right,
-        softcap,
-        rotary_interleaved,
-        num_splits,
-        checks_values(),
-        renamed=renamed,
+        ),
+        renamed,
     )
     _note_writes(k_cache, v_cache)
     return results

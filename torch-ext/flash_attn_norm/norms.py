@@ -156,16 +156,18 @@ def _norm(
     needs_residual_out = has_sum and (prenorm or _needs_gradient(x, residual, weight, bias))
     out, residual_out, _ = call(
         ops.norm_fwd,
-        x,
-        residual,
-        weight,
-        bias,
-        eps,
-        weight_offset,
-        casting_mode,
-        is_layer_norm,
-        residual_in_fp32,
-        needs_residual_out,
+        (
+            x,
+            residual,
+            weight,
+            bias,
+            eps,
+            weight_offset,
+            casting_mode,
+            is_layer_norm,
+            residual_in_fp32,
+            needs_residual_out,
+        ),
     )
     if not prenorm:
         return out
@@ -289,18 +291,20 @@ def _backward(ctx, dout, dresidual_out, _dstats):
     needs_own_dresidual = needs_dresidual and ctx.residual_dtype != ctx.x_dtype
     dx, dresidual, dweight, dbias = call(
         ops.norm_bwd,
-        dout,
-        dresidual_out,
-        total,
-        weight,
-        bias,
-        stats,
-        ctx.weight_offset,
-        ctx.casting_mode,
-        ctx.is_layer_norm,
-        needs_own_dresidual,
-        needs_dweight,
-        needs_dbias,
+        (
+            dout,
+            dresidual_out,
+            total,
+            weight,
+            bias,
+            stats,
+            ctx.weight_offset,
+            ctx.casting_mode,
+            ctx.is_layer_norm,
+            needs_own_dresidual,
+            needs_dweight,
+            needs_dbias,
+        ),
     )
     if needs_dresidual and not needs_own_dresidual:
         dresidual = dx
