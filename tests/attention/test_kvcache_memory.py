@@ -1,6 +1,7 @@
 """Memory that the tensors of a call with a key-value cache may share; calls that write nothing."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -199,6 +200,45 @@ class TestKeysAndValuesOfOneTensor:
     def test_latent_attention_reads_values_in_keys(self, kernel, bf16_place):
         case = make_case(bf16_place, [30, 9], 2, 0, (4, 1), 576, 512)
         check(kernel, {**case, "v_cache": case["k_cache"][..., :512]}, causal=True)
+
+
+def test_random_strides(kernel):
+    """Refused exactly when an element's address occurs twice, as counted one by one."""
+    generator = random.Random(0)
+    place = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    outcomes = set()
+    for _ in range(600):
+        heads, dim = generator.choice([1, 2]), generator.choice([1, 2, 3])
+        shape = (2, generator.choice([2, 3, 4]), heads, dim)
+        strides, offset = [], []
+        for _ in range(2):
+            bounds = [dim * generator.choice([0, 1, 1, 2, 3]) + generator.choice([0, 0, 1])]
+            for size in (shape[1], heads):
+                bounds.append(bounds[-1] * generator.choice([1, size, size, 2 * size]))
+            order = generator.sample(bounds, 3)
+            strides.append((*order, 1))
+            offset.append(generator.randrange(0, 12))
+        if generator.random() < 0.5:
+            strides[1] = strides[0]
+        where = torch.arange(1000)
+        places = [where.as_strided(shape, *each) for each in zip(strides, offset, strict=True)]
+        storage = torch.zeros(1000, dtype=torch.bfloat16)
+        caches = [storage.as_strided(shape, *each) for each in zip(strides, offset, strict=True)]
+        alone = all(each.unique().numel() == each.numel() for each in places)
+        apart = alone and torch.cat([each.flatten() for each in places]).unique().numel() == (
+            2 * places[0].numel()
+        )
+        q, new = (torch.zeros(2, 1, heads, dim, **place) for _ in range(2))
+
+        def call(q=q, caches=caches, new=new):
+            return kernel.flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=0)
+
+        if apart:
+            call()
+        else:
+            refused(call, "share memory")
+        outcomes.add((alone, apart))
+    assert len(outcomes) == 3
 
 
 @pytest.mark.parametrize("where", ["k_cache", "v_cache"])

@@ -17,6 +17,13 @@ def refuses(message, function, *arguments, **options):
         function(*arguments, **options)
 
 
+def refuses_directly(message, op, *arguments):
+    """Without the package's own call around it: torch 2.15 loses the type, which the text says."""
+    expected = f"^(ValueError: )?{re.escape(message)}$"
+    with pytest.raises((ValueError, RuntimeError), match=expected):
+        op(*arguments)
+
+
 def test_shapes(kernel, device):
     refuses(
         "x has shape (); expected (..., hidden_size) with hidden_size of at least 1",
@@ -127,7 +134,7 @@ def test_backward_op(kernel, device):
     sums, dout = x_of(device, 3, 4), x_of(device, 3, 4)
     stats = torch.ones(3, device=device)
     flags = (0.0, 0, False, False, False, False)
-    refuses(
+    refuses_directly(
         "dout has shape (2, 4) but sum has shape (3, 4); both must be the same",
         norm_bwd,
         x_of(device, 2, 4),
@@ -138,7 +145,7 @@ def test_backward_op(kernel, device):
         stats,
         *flags,
     )
-    refuses(
+    refuses_directly(
         "dout has dtype torch.float32; expected torch.bfloat16, the dtype of sum",
         norm_bwd,
         dout.float(),
@@ -149,7 +156,7 @@ def test_backward_op(kernel, device):
         stats,
         *flags,
     )
-    refuses(
+    refuses_directly(
         "stats has shape (4,), which does not fit sum with (3, 4)",
         norm_bwd,
         dout,
@@ -160,7 +167,7 @@ def test_backward_op(kernel, device):
         torch.ones(4, device=device),
         *flags,
     )
-    refuses(
+    refuses_directly(
         "casting_mode = 3; allowed are 0 (llama), 1 (gemma) and 2 (none)",
         norm_bwd,
         dout,
