@@ -8,6 +8,7 @@
 #include <string>
 
 #include "attention_index_checks.h"
+#include "attention_tensors.h"
 #include "tensor_checks.h"
 
 namespace flash_attn_norm {
@@ -181,7 +182,7 @@ void describe_extras(AttentionArguments& arguments, const Shapes& shapes,
     describe_head_terms(arguments.alibi_slopes, arguments.s_aux, problem);
     if (arguments.attn_bias) {
         Tensor& bias = *arguments.attn_bias;
-        bias = with_unit_last_stride(bias);
+        bias = with_copyable_rows(with_unit_last_stride(bias));
         const auto stride = [&](int64_t dim) { return bias.size(dim) == 1 ? 0 : bias.stride(dim); };
         problem.attn_bias = bias.const_data_ptr();
         problem.attn_bias_dtype = to_dtype("attn_bias", bias);

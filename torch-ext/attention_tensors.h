@@ -78,6 +78,30 @@ inline Tensor with_vector_rows(const Tensor& tensor) {
     return copy;
 }
 
+/// A CUDA kernel copies rows of a bias 16 or 4 bytes at a time; entry by entry a tile would take
+/// longer than its products. A bias whose two-byte entries do not allow it is copied once, into
+/// rows of whole 16 bytes. So is a single row that ends inside of 16 bytes, which are read as a
+/// whole.
+inline Tensor with_copyable_rows(const Tensor& bias) {
+    if (bias.is_cpu()) return bias;
+    const int64_t last = bias.dim() - 1, columns = bias.size(last);
+    const int64_t entry_bytes = bias.scalar_type() == ScalarType::Float ? 4 : 2;
+    Tensor rows = bias;
+    bool copyable = reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % 4 == 0;
+    bool single = true;
+    for (int64_t dim = 0; dim < last; ++dim) {
+        if (rows.size(dim) > 1 && rows.stride(dim) == 0)
+            rows = torch::stable::narrow(rows, dim, 0, 1);
+        if (rows.size(dim) <= 1) continue;
+        single = false;
+        copyable = copyable && rows.stride(dim) * entry_bytes % 4 == 0;
+    }
+    copyable = copyable && !(single && columns * entry_bytes % 16 != 0);
+    if (copyable || bias.size(last) == 0) return rows;
+    Tensor copy = with_vector_rows(rows);
+    return torch::stable::narrow(copy, last, 0, columns);
+}
+
 /// The first head_dim columns of a result that was computed with a padded head_dim.
 inline Tensor without_padding(Tensor& padded, int64_t head_dim) {
     const int64_t last = padded.dim() - 1;
