@@ -1,14 +1,14 @@
 """Small calls of every kernel, to run under compute-sanitizer:
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-    compute-sanitizer --tool memcheck python tests/sanitizer_calls.py [GROUP ...]
+    compute-sanitizer --tool memcheck python tests/sanitizer_calls.py [GROUP ...] [--head-dims N]
 
 Inputs are made on the CPU: torch launches next to nothing of its own. Each call says its name, so
 that a finding can be told to belong to it. docs/building.md has what was found.
 """
 
+import argparse
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -21,6 +21,15 @@ from kernels import get_kernel  # noqa: E402
 
 kernel = get_kernel(REPO_ID, revision=os.environ.get("KERNEL_REVISION", "v1"))
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
+
+parser = argparse.ArgumentParser()
+parser.add_argument("groups", nargs="*", default=["attention", "portable", "kvcache", "norms"])
+parser.add_argument("--head-dims", nargs="*", type=int)
+options = parser.parse_args()
+
+
+def chosen(*head_dims) -> list:
+    return [d for d in head_dims if options.head_dims is None or d[0] in options.head_dims]
 
 
 def randn(*shape, dtype=torch.bfloat16, grad=True):
@@ -58,15 +67,15 @@ def packed(head_dim, head_dim_v) -> dict:
 def attention() -> None:
     """On Hopper its own kernels, but for deterministic gradients of head dims above 128."""
     slopes = torch.rand(4).cuda()
-    for head_dims in HEAD_DIMS:
-        for options in (
+    for head_dims in chosen(*HEAD_DIMS):
+        for terms in (
             {},
             {"causal": True},
             {"window_size": (40, 10), "deterministic": True},
             {"softcap": 2.0, "alibi_slopes": slopes, "causal": True},
         ):
-            say("attention", head_dims, options)
-            run(kernel.flash_attn_func, dense(*head_dims), **options)
+            say("attention", head_dims, *terms)
+            run(kernel.flash_attn_func, dense(*head_dims), **terms)
         for deterministic in (False, True):
             say("packed", head_dims, deterministic)
             run(
@@ -82,7 +91,7 @@ def attention() -> None:
 def portable() -> None:
     """What only the portable kernels do: a bias with its gradient, dropout, head dim 512."""
     shapes = [(1, 4, 130, 150), (1, 1, 1, 150), (1, 4, 1, 150)]
-    for head_dims in [*HEAD_DIMS, (512, 512)]:
+    for head_dims in chosen(*HEAD_DIMS, (512, 512)):
         for shape, dtype in [(s, d) for s in shapes for d in (torch.float32, torch.bfloat16)]:
             say("bias", head_dims, shape, dtype)
             bias = randn(*shape, dtype=dtype)
@@ -93,12 +102,12 @@ def portable() -> None:
                 attn_bias=bias,
                 deterministic=deterministic,
             )
-    for head_dims in [(64, 64), (128, 128), (512, 512)]:
+    for head_dims in chosen((64, 64), (128, 128), (512, 512)):
         odd = {"attn_bias": randn(1, 1, 130, 151)[..., :150].detach().requires_grad_()}
         sink = {"s_aux": randn(4)}
-        for options in (odd, {"dropout_p": 0.1, **sink}, {"causal": True, **sink}):
-            say("options", head_dims, *options)
-            run(kernel.flash_attn_func, dense(*head_dims), **options)
+        for terms in (odd, {"dropout_p": 0.1, **sink}, {"dropout_p": 0.1, "causal": True}):
+            say("terms", head_dims, *terms)
+            run(kernel.flash_attn_func, dense(*head_dims), **terms)
         bias = randn(4, 133, 70)
         say("packed bias", head_dims)
         run(
@@ -115,7 +124,7 @@ def kvcache() -> None:
     table = torch.tensor([[7, 2, 5, 0, 1, 9, 3, 8], [6, 4, 11, 10, 12, 13, 14, 15]]).int().cuda()
     lengths = torch.tensor([100, 61], dtype=torch.int32).cuda()
     cos, sin = (randn(256, 16, grad=False) for _ in range(2))
-    for head_dims in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512)]:
+    for head_dims in chosen((64, 64), (128, 128), (192, 128), (256, 256), (576, 512)):
         for rows in (1, 40):
             for paged in (False, True):
                 shape = (16, 16, 2) if paged else (2, 128, 2)
@@ -152,6 +161,6 @@ GROUPS = {"attention": attention, "portable": portable, "kvcache": kvcache, "nor
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for name in sys.argv[1:] or GROUPS:
+    for name in options.groups:
         GROUPS[name]()
     print("done", flush=True)
