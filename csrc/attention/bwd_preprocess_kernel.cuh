@@ -5,6 +5,7 @@
 #include "attention/lse_log2.h"
 #include "attention/online_softmax.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/streaming_load.cuh"
 
 namespace flash_attn_norm {
 
@@ -76,7 +77,7 @@ struct OutRows {
                     const int unit = first + u * kPreprocessThreadsPerRow;
                     a[r][u] = b[r][u] = make_uint4(0, 0, 0, 0);
                     if (unit < units && r * kRowsAtOnce < end) {
-                        a[r][u] = __ldcs(out + r * out_step + unit);
+                        a[r][u] = ptx::ld_global_cs(out + r * out_step + unit);
                         b[r][u] = dout[r * dout_step + unit];
                     }
                 }

@@ -3,6 +3,7 @@
 #include "attention/bwd_passes.h"
 #include "attention/element.cuh"
 #include "ptx/grid_dependency.cuh"
+#include "ptx/streaming_load.cuh"
 
 namespace flash_attn_norm {
 
@@ -92,7 +93,8 @@ __global__ void __launch_bounds__(kLargestRoundThreads)
             float4 batch_of_sums[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                batch_of_sums[i] = __ldcs(entries + (n + i) * 128);  // whether written or not
+                batch_of_sums[i] =
+                    ptx::ld_global_cs(entries + (n + i) * 128);  // whether written or not
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
