@@ -107,10 +107,21 @@ void check_cache_shapes(const KvCacheArguments& arguments) {
     }
 }
 
+/// Whether keys and values of the same entry share memory.
+bool entries_share_memory(const Tensor& k_cache, const Tensor& v_cache) {
+    const int64_t element_size = static_cast<int64_t>(k_cache.element_size());
+    return MemoryOf(k_cache, 1)
+        .shares(MemoryOf(v_cache, 1), (k_cache.stride(0) - v_cache.stride(0)) * element_size,
+                k_cache.size(0));
+}
+
 /// What is written must be written once, and not be read as an input. Inputs may share memory with
 /// each other, and with a cache that is only read.
 void check_memory(const KvCacheArguments& arguments) {
     const MemoryOf k_cache(arguments.k_cache), v_cache(arguments.v_cache);
+    // Which entries are written is the table's matter: all pages of one memory may be entries of
+    // both caches, some in use for keys and others for values, as Transformers has them.
+    const bool is_chosen = arguments.page_table || arguments.cache_batch_idx;
     const auto check_rows = [](const char* name, const Tensor& cache, const MemoryOf& memory) {
         if (!memory.overlaps_itself()) return;
         refuse(name, " has shape ", shape_text(cache), " and strides ", strides_text(cache),
@@ -120,10 +131,11 @@ void check_memory(const KvCacheArguments& arguments) {
     };
     check_rows("k_cache", arguments.k_cache, k_cache);
     check_rows("v_cache", arguments.v_cache, v_cache);
-    if (k_cache.shares(v_cache)) {
-        refuse(
-            "k_cache and v_cache share memory, so that k and v would be written over each other; "
-            "write such rows yourself, and pass k and v as None");
+    if (is_chosen ? entries_share_memory(arguments.k_cache, arguments.v_cache)
+                  : k_cache.shares(v_cache)) {
+        refuse("k_cache and v_cache share memory", is_chosen ? " of one entry" : "",
+               ", so that k and v would be written over each other; write such rows yourself, and "
+               "pass k and v as None");
     }
     const auto check = [&](const char* name, const std::optional<Tensor>& input) {
         if (!input) return;

@@ -28,9 +28,9 @@ int64_t floor_div(int64_t a, int64_t b) {
 
 constexpr size_t kMaxDims = MemoryOf::kMaxDims;
 
-/// Room for the terms of two tensors and of an element.
+/// Room for the terms of two tensors, of an element and of a step.
 struct Terms {
-    std::array<Term, 2 * kMaxDims + 1> data;
+    std::array<Term, 2 * kMaxDims + 2> data;
     size_t count = 0;
 
     void add(int64_t stride, int64_t low, int64_t high) { data[count++] = Term{stride, low, high}; }
@@ -83,19 +83,19 @@ class Sums {
     }
 
     Terms terms_;
-    std::array<int64_t, 2 * kMaxDims + 2> lows_, highs_;  // of the sums of the terms from one on
+    std::array<int64_t, 2 * kMaxDims + 3> lows_, highs_;  // of the sums of the terms from one on
     int64_t steps_left_ = 0;
 };
 
 }  // namespace
 
-MemoryOf::MemoryOf(const Tensor& tensor)
+MemoryOf::MemoryOf(const Tensor& tensor, size_t first_dim)
     : begin_(static_cast<int64_t>(reinterpret_cast<intptr_t>(tensor.const_data_ptr()))),
       element_size_(static_cast<int64_t>(tensor.element_size())) {
     const auto sizes = tensor.sizes(), strides = tensor.strides();
     if (sizes.size() > kMaxDims) throw std::invalid_argument("a tensor has too many dimensions");
     size_ = element_size_;
-    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+    for (size_t dim = first_dim; dim < sizes.size(); ++dim) {
         if (sizes[dim] == 0) {
             size_ = 0;
             return;
@@ -135,9 +135,11 @@ bool MemoryOf::overlaps_itself() const {
     return false;
 }
 
-bool MemoryOf::shares(const MemoryOf& other) const {
-    if (size_ == 0 || other.size_ == 0 || begin_ + size_ <= other.begin_ ||
-        other.begin_ + other.size_ <= begin_) {
+bool MemoryOf::shares(const MemoryOf& other, int64_t step, int64_t count) const {
+    if (size_ == 0 || other.size_ == 0 || count == 0) return false;
+    const int64_t moved = step * (count - 1);  // at most
+    if (begin_ + std::max<int64_t>(moved, 0) + size_ <= other.begin_ ||
+        other.begin_ + other.size_ <= begin_ + std::min<int64_t>(moved, 0)) {
         return false;
     }
     Terms terms;
@@ -145,6 +147,8 @@ bool MemoryOf::shares(const MemoryOf& other) const {
     for (size_t i = 0; i < other.num_dims_; ++i) {
         terms.add(other.dims_[i].stride, -other.dims_[i].last, 0);
     }
+    if (step > 0) terms.add(step, 0, count - 1);
+    if (step < 0) terms.add(-step, 1 - count, 0);
     terms.add(1, 1 - other.element_size_, element_size_ - 1);
     return Sums(terms).contain(other.begin_ - begin_);
 }

@@ -13,14 +13,19 @@ class MemoryOf {
   public:
     static constexpr size_t kMaxDims = 8;
 
-    explicit MemoryOf(const torch::stable::Tensor& tensor);
+    /// Of all elements, or of those with index 0 in the dimensions before `first_dim`.
+    explicit MemoryOf(const torch::stable::Tensor& tensor, size_t first_dim = 0);
 
     /// Whether two elements lie in the same memory, as those of an expanded tensor do.
     bool overlaps_itself() const;
 
     /// Whether an element lies in memory of one of the other tensor's. Views that only interleave,
     /// as keys and values that alternate in one tensor, share none.
-    bool shares(const MemoryOf& other) const;
+    bool shares(const MemoryOf& other) const { return shares(other, 0, 1); }
+
+    /// Whether it does when both are moved i times, this one by `step` bytes more than the other,
+    /// for any i from 0 to count - 1.
+    bool shares(const MemoryOf& other, int64_t step, int64_t count) const;
 
   private:
     struct Dim {

@@ -197,6 +197,42 @@ class TestKeysAndValuesOfOneTensor:
                 kernel, case, "k_cache and v_cache share memory", k_cache=k_cache, v_cache=v_cache
             )
 
+    @pytest.mark.parametrize("by", ["block_table", "cache_batch_idx"])
+    def test_entries_of_one_memory(self, kernel, bf16_place, by):
+        """Any entry may be one of keys or of values, as in Transformers' continuous batching, where
+        the values' view begins one page behind that of the keys."""
+        case = make_case(bf16_place, [0, 0], 2, 5, (4, 2), 16, page_size=8)
+        pages = torch.full((9, 8, 2, 16), math.nan, **bf16_place)
+        case |= {"k_cache": pages[:-1], "v_cache": pages[1:]}
+        table = lengths_tensor([[0], [4]], bf16_place)
+        case.pop("block_table")
+        case[by] = table if by == "block_table" else table[:, 0].contiguous()
+        out = kernel.flash_attn_with_kvcache(**case, causal=True)
+        for batch, page in enumerate([0, 4]):
+            assert_same_bits("k", pages[page, :5], case["k"][batch])
+            assert_same_bits("v", pages[page + 1, :5], case["v"][batch])
+        assert pages[[2, 3, 6, 7, 8]].isnan().all()
+        apart = {**case, "k_cache": pages[[0, 4]], "v_cache": pages[[1, 5]]}
+        apart[by] = table // 4 if by == "block_table" else table[:, 0] // 4
+        assert_same_bits("out", kernel.flash_attn_with_kvcache(**apart, causal=True), out)
+
+    def test_entries_that_overlap(self, kernel, paged):
+        cache = paged["k_cache"]
+        flat = torch.zeros(2 * cache.numel() + 64, dtype=cache.dtype, device=cache.device)
+        near = flat[8 : 8 + cache.numel()].view(cache.shape)
+        wider = flat.as_strided(cache.shape, (cache.stride(0) + 32, *cache.stride()[1:]), 32)
+        for k_cache, v_cache in ((cache, cache), (flat[: cache.numel()].view(cache.shape), near)):
+            refused_whole(
+                kernel, paged, "share memory of one entry", k_cache=k_cache, v_cache=v_cache
+            )
+        refused_whole(
+            kernel,
+            paged,
+            "share memory of one entry",
+            k_cache=flat[: cache.numel()].view(cache.shape),
+            v_cache=wider,
+        )
+
     def test_latent_attention_reads_values_in_keys(self, kernel, bf16_place):
         case = make_case(bf16_place, [30, 9], 2, 0, (4, 1), 576, 512)
         check(kernel, {**case, "v_cache": case["k_cache"][..., :512]}, causal=True)
