@@ -23,6 +23,11 @@ std::string device_description() {
 #define FAN_STRINGIFY(...) #__VA_ARGS__
 #define FAN_STRINGIFY_VALUE(...) FAN_STRINGIFY(__VA_ARGS__)
 
+/// "13.0" of CUDA's number 13000.
+std::string cuda_version(int number) {
+    return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+}
+
 /// "8.0, 9.0" of nvcc's own list "800,900".
 std::string built_capabilities() {
     std::string text;
@@ -55,9 +60,9 @@ void check_cuda(cudaError_t status, const char* call) {
         int driver_version = 0;
         cudaDriverGetVersion(&driver_version);
         message += "; this build holds no code for " + device_description() +
-                   " under a driver for CUDA " + std::to_string(driver_version / 1000) + "." +
-                   std::to_string(driver_version % 1000 / 10) + ", it was built for " +
-                   built_capabilities();
+                   " under a driver for CUDA " + cuda_version(driver_version) +
+                   ", it was built for " + built_capabilities() + " by CUDA " +
+                   cuda_version(CUDART_VERSION);
     }
     throw std::runtime_error(message);
 }

@@ -46,3 +46,30 @@ def test_lengths_behind_the_page_table(kernel, bf16_place, length, new):
     assert math.isfinite(out.float().sum().item() + lse.sum().item())
     kept = k_cache.flatten(0, 1)[: 254 if new else 256]  # the second page
     assert_same_bits("k_cache", kept, case["k_cache"].flatten(0, 1)[: len(kept)])
+
+
+def test_sequences_of_a_cache_two_to_the_30_elements_apart(kernel, bf16_place):
+    """Dao-AILab/flash-attention#772: rows were written into another sequence's part of the cache.
+    Keys and values of all layers alternate in one buffer, of which little is ever touched."""
+    shape, strides = (5, 12, 2, 64), (2**30, 32 * 2 * 2 * 64, 64, 1)
+    buffer = torch.empty(4 * strides[0] + shape[1] * strides[1], **bf16_place)
+    wide = {
+        name: buffer.as_strided(shape, strides, offset)
+        for name, offset in (("k_cache", 0), ("v_cache", 2 * 64))
+    }
+    narrow = {name: torch.randn(shape, **bf16_place) for name in wide}
+    for name, cache in wide.items():
+        cache.copy_(narrow[name])
+    new = {name: torch.randn(4, 3, heads, 64, **bf16_place) for name, heads in (("q", 4), ("k", 2))}
+    new["v"] = torch.randn_like(new["k"])
+    options = {
+        "cache_seqlens": lengths_tensor([5, 0, 3, 9], bf16_place),
+        "cache_batch_idx": lengths_tensor([4, 1, 3, 2], bf16_place),
+        "causal": True,
+    }
+    untouched = {name: cache[0].clone() for name, cache in narrow.items()}
+    out, expected = (kernel.flash_attn_with_kvcache(**new, **c, **options) for c in (wide, narrow))
+    assert_same_bits("out", out, expected)
+    for name in wide:
+        assert_same_bits(name, wide[name], narrow[name])
+        assert_same_bits(name, wide[name][0], untouched[name])
