@@ -287,8 +287,7 @@ folder = tempfile.mkdtemp()
 AutoModelForCausalLM.from_config(Qwen3Config(**sizes, **heads)).save_pretrained(folder)
 layer = ("{REPO}:LlamaRMSNorm", {{"version": 1, "trust_remote_code": True}})
 config = KernelConfig({{"RMSNorm": layer}}, inherit_mapping=False)
-def load(**arguments):
-    name = "{REPO}@v1"
+def load(name="{REPO}@v1", **arguments):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name, **arguments)
 """
 
@@ -306,3 +305,20 @@ def test_transformers_loads_with_its_own_flag(python):
     result = python(TRANSFORMERS + f"print({code}.config._attn_implementation)")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == f"{REPO}@v1"
+
+
+def test_transformers_own_name_with_a_local_kernel(python, variant):
+    """huggingface/transformers#45399: without the flash-attn package, "flash_attention_2" is a
+    repository of the Hub, in whose place a build of ours may be put."""
+    show = """
+model = load("flash_attention_2")
+from transformers import modeling_flash_attention_utils
+print(model.config._attn_implementation, modeling_flash_attention_utils._flash_fn.__module__)
+"""
+    local = {"LOCAL_KERNELS": f"kernels-community/flash-attn2={variant.parent}"}
+    result = python(TRANSFORMERS + show, **NOWHERE, **local)
+    assert result.returncode == 0, result.stderr
+    implementation, module = result.stdout.split()
+    assert implementation == "kernels-community/flash-attn2"
+    assert module.endswith(".attention")
+    assert "flash_attn_norm" in module
