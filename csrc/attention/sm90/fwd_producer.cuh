@@ -13,6 +13,30 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
+/// The rows of a head that a tile takes, from `row` on.
+struct TileSource {
+    const CUtensorMap* map;
+    int row, head, batch;
+};
+
+/// Has the copy engine fill a ring's next buffer, once nobody reads what is in it.
+template <class Layout, ptx::L2Hint kHint, int kStages>
+__device__ __forceinline__ void load_tile(SharedTile<Layout> (&ring)[kStages],
+                                          Mbarrier (&ring_full)[kStages],
+                                          Mbarrier (&ring_empty)[kStages],
+                                          PipelineState<kStages>& state, const TileSource& source) {
+    Mbarrier& full = ring_full[state.index];
+    ring_empty[state.index].wait(state.parity);
+    full.arrive_expect_bytes(Layout::kBytes);
+    const uint32_t tile = ptx::shared_address(ring[state.index].bytes);
+#pragma unroll 1
+    for (int c = 0; c < Layout::kChunks; ++c) {
+        ptx::tma_load_4d<kHint>(tile + c * Layout::kChunkBytes, source.map, full.address(),
+                                c * Layout::kChunkColumns, source.row, source.head, source.batch);
+    }
+    state.advance();
+}
+
 /// The producer: one thread that has the copy engine fill the rings, tile by
 /// tile, until no tile is left. Blocks of keys go from right to left. K runs
 /// one block ahead of V, as the consumers use them.
@@ -44,43 +68,18 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
             continue;
         }
         const auto load_q = [&] {
-            Mbarrier& full = shared.q_full[q_state.index];
-            shared.q_empty[q_state.index].wait(q_state.parity);
-            full.arrive_expect_bytes(LayoutQ::kBytes);
-            const uint32_t tile = ptx::shared_address(shared.q[q_state.index].bytes);
-#pragma unroll 1
-            for (int c = 0; c < LayoutQ::kChunks; ++c) {
-                ptx::tma_load_4d<kOnce>(tile + c * LayoutQ::kChunkBytes, &arguments.map_q,
-                                        full.address(), c * LayoutQ::kChunkColumns, row_q, head,
-                                        batch);
-            }
-            q_state.advance();
+            load_tile<LayoutQ, kOnce>(shared.q, shared.q_full, shared.q_empty, q_state,
+                                      TileSource{&arguments.map_q, row_q, head, batch});
         };
         const auto load_k = [&](int n_block) {
-            Mbarrier& full = shared.k_full[k_state.index];
-            shared.k_empty[k_state.index].wait(k_state.parity);
-            full.arrive_expect_bytes(LayoutK::kBytes);
-            const uint32_t tile = ptx::shared_address(shared.k[k_state.index].bytes);
-#pragma unroll 1
-            for (int c = 0; c < LayoutK::kChunks; ++c) {
-                ptx::tma_load_4d<kKeep>(tile + c * LayoutK::kChunkBytes, &arguments.map_k,
-                                        full.address(), c * LayoutK::kChunkColumns,
-                                        row_k + n_block * Config::kBlockN, kv_head, batch);
-            }
-            k_state.advance();
+            const int row = row_k + n_block * Config::kBlockN;
+            load_tile<LayoutK, kKeep>(shared.k, shared.k_full, shared.k_empty, k_state,
+                                      TileSource{&arguments.map_k, row, kv_head, batch});
         };
         const auto load_v = [&](int n_block) {
-            Mbarrier& full = shared.v_full[v_state.index];
-            shared.v_empty[v_state.index].wait(v_state.parity);
-            full.arrive_expect_bytes(LayoutV::kBytes);
-            const uint32_t tile = ptx::shared_address(shared.v[v_state.index].bytes);
-#pragma unroll 1
-            for (int c = 0; c < LayoutV::kChunks; ++c) {
-                ptx::tma_load_4d<kKeep>(tile + c * LayoutV::kChunkBytes, &arguments.map_v,
-                                        full.address(), c * LayoutV::kChunkColumns,
-                                        row_k + n_block * Config::kBlockN, kv_head, batch);
-            }
-            v_state.advance();
+            const int row = row_k + n_block * Config::kBlockN;
+            load_tile<LayoutV, kKeep>(shared.v, shared.v_full, shared.v_empty, v_state,
+                                      TileSource{&arguments.map_v, row, kv_head, batch});
         };
 
         // From here on the next tile may be claimed: late, for a tile that is
