@@ -51,7 +51,7 @@ struct FwdTileWalk {
         walk.blocks = static_cast<int>(problem.is_packed() ? walk.slots.count()
                                                            : walk.slots.blocks_per_entry());
         if (problem.window_right >= 0 && problem.window_left < 0) {
-            constexpr int64_t kL2Bytes = 32 << 20;
+            constexpr int64_t kL2Bytes = 16 << 20;
             const int64_t rows = problem.is_packed() ? problem.total_k : problem.seqlen_k;
             const int64_t bytes = rows * (problem.head_dim + problem.head_dim_v) * 2;
             int64_t kv_heads = bytes > 0 ? kL2Bytes / bytes : 1;
