@@ -57,24 +57,40 @@ inline int64_t padded_head_dim(int64_t head_dim) {
     return (head_dim + kVectorElements - 1) / kVectorElements * kVectorElements;
 }
 
-/// A CUDA kernel loads rows 16 bytes at a time. A tensor whose rows do not allow it is copied once,
-/// its head_dim filled up with zeros, which change no product.
-inline Tensor with_vector_rows(const Tensor& tensor) {
-    const int64_t last = tensor.dim() - 1;
-    const int64_t head_dim = tensor.size(last), padded = padded_head_dim(head_dim);
-    bool aligned = head_dim == padded && tensor.stride(last) == 1 &&
+/// A CUDA kernel loads rows 16 bytes at a time: whether those of a tensor allow it.
+inline bool has_vector_rows(const Tensor& tensor) {
+    const int64_t last = tensor.dim() - 1, head_dim = tensor.size(last);
+    bool aligned = head_dim == padded_head_dim(head_dim) && tensor.stride(last) == 1 &&
                    reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
     for (int64_t dim = 0; aligned && dim < last; ++dim) {
         aligned = tensor.size(dim) <= 1 || tensor.stride(dim) % kVectorElements == 0;
     }
-    if (aligned) return tensor;
-    Tensor copy = empty_like_device(tensor, with_last(tensor, padded), tensor.scalar_type());
+    return aligned;
+}
+
+/// Room for a copy whose rows do.
+inline Tensor empty_vector_rows(const Tensor& tensor) {
+    const int64_t padded = padded_head_dim(tensor.size(tensor.dim() - 1));
+    return empty_like_device(tensor, with_last(tensor, padded), tensor.scalar_type());
+}
+
+/// The copy, its head_dim filled up with zeros, which change no product.
+inline void fill_vector_rows(Tensor& copy, const Tensor& tensor) {
+    const int64_t last = tensor.dim() - 1;
+    const int64_t head_dim = tensor.size(last), padded = copy.size(last);
     Tensor values = torch::stable::narrow(copy, last, 0, head_dim);
     torch::stable::copy_(values, tensor);
     if (padded > head_dim) {
         Tensor filling = torch::stable::narrow(copy, last, head_dim, padded - head_dim);
         torch::stable::zero_(filling);
     }
+}
+
+/// The tensor itself if its rows allow it, else the copy.
+inline Tensor with_vector_rows(const Tensor& tensor) {
+    if (has_vector_rows(tensor)) return tensor;
+    Tensor copy = empty_vector_rows(tensor);
+    fill_vector_rows(copy, tensor);
     return copy;
 }
 

@@ -62,38 +62,51 @@ class [[gnu::visibility("hidden")]] Place {
 #endif
 };
 
-/// What attention writes: made before anything is written into a cache, so that nothing is if it
-/// does not fit into memory.
-struct [[gnu::visibility("hidden")]] Results {
+/// The tensors that attention needs: made before anything is written into a cache, so that nothing
+/// is if they do not fit into memory.
+struct [[gnu::visibility("hidden")]] Buffers {
     Tensor out, softmax_lse;
     std::optional<Tensor> workspace;
+    std::optional<Tensor> k_cache, v_cache;  // copies, of caches that a CUDA kernel cannot load
 };
 
 /// A CUDA kernel gets rows of 16-byte units: the head dims of `params` become those of such rows.
-Results allocate_results(const Place& place, const Tensor& q, KvCacheAttentionParams& params) {
+Buffers allocate_buffers(const Place& place, const KvCacheArguments& arguments,
+                         KvCacheAttentionParams& params) {
+    const Tensor& q = arguments.q;
     fan::AttentionProblem& problem = params.problem;
     if (!q.is_cpu()) {
         problem.head_dim = static_cast<int>(fan::padded_head_dim(problem.head_dim));
         problem.head_dim_v = static_cast<int>(fan::padded_head_dim(problem.head_dim_v));
     }
     const int64_t workspace_bytes = place.workspace_bytes(params);
-    Results results{
+    Buffers buffers{
         fan::empty_like_device(q, fan::with_last(q, problem.head_dim_v), q.scalar_type()),
         fan::empty_like_device(q, fan::lse_shape(problem), ScalarType::Float),
-        fan::workspace_of(q, workspace_bytes)};
-    params.out = results.out.mutable_data_ptr();
-    params.softmax_lse = static_cast<float*>(results.softmax_lse.mutable_data_ptr());
-    if (results.workspace) params.workspace = results.workspace->mutable_data_ptr();
-    return results;
+        fan::workspace_of(q, workspace_bytes), std::nullopt, std::nullopt};
+    const auto copy_of = [&](const Tensor& cache) {
+        const bool is_read_in_place = q.is_cpu() || fan::has_vector_rows(cache);
+        return is_read_in_place ? std::nullopt : std::make_optional(fan::empty_vector_rows(cache));
+    };
+    buffers.k_cache = copy_of(arguments.k_cache);
+    buffers.v_cache = copy_of(arguments.v_cache);
+    params.out = buffers.out.mutable_data_ptr();
+    params.softmax_lse = static_cast<float*>(buffers.softmax_lse.mutable_data_ptr());
+    if (buffers.workspace) params.workspace = buffers.workspace->mutable_data_ptr();
+    return buffers;
 }
 
-/// Rows of a cache that a CUDA kernel cannot load 16 bytes at a time are read from one copy, its
-/// head_dim filled up with zeros.
-void align_inputs(KvCacheArguments& arguments, KvCacheAttentionParams& params) {
+/// Fills the copies, which replace the caches in `arguments`.
+void align_inputs(KvCacheArguments& arguments, Buffers& buffers, KvCacheAttentionParams& params) {
     if (arguments.q.is_cpu()) return;
+    const auto align = [](Tensor& cache, std::optional<Tensor>& copy) {
+        if (!copy) return;
+        fan::fill_vector_rows(*copy, cache);
+        cache = *copy;
+    };
     arguments.q = fan::with_vector_rows(arguments.q);
-    arguments.k_cache = fan::with_vector_rows(arguments.k_cache);
-    arguments.v_cache = fan::with_vector_rows(arguments.v_cache);
+    align(arguments.k_cache, buffers.k_cache);
+    align(arguments.v_cache, buffers.v_cache);
     params.cache.k_strides = fan::strides_of(arguments.k_cache);
     params.cache.v_strides = fan::strides_of(arguments.v_cache);
 }
@@ -143,15 +156,15 @@ void append(const Place& place, KvCacheArguments& arguments, const KvCacheAttent
 
 /// Attention to the cache as it is now.
 std::tuple<Tensor, Tensor> attend(const Place& place, KvCacheArguments& arguments,
-                                  KvCacheAttentionParams& params, Results& results) {
+                                  KvCacheAttentionParams& params, Buffers& buffers) {
     const int64_t head_dim_v = arguments.v_cache.size(3);
-    align_inputs(arguments, params);
+    align_inputs(arguments, buffers, params);
     params.q = arguments.q.const_data_ptr();
     params.q_strides = fan::strides_of(arguments.q);
     params.k_cache = arguments.k_cache.const_data_ptr();
     params.v_cache = arguments.v_cache.const_data_ptr();
     place.attend(params);
-    return {fan::without_padding(results.out, head_dim_v), results.softmax_lse};
+    return {fan::without_padding(buffers.out, head_dim_v), buffers.softmax_lse};
 }
 
 }  // namespace
@@ -189,8 +202,8 @@ std::tuple<Tensor, Tensor> attention_kvcache(
                                check_values};
     KvCacheAttentionParams params = fan::check_kvcache(arguments);
     const Place place(q);
-    Results results = allocate_results(place, arguments.q, params);
-    return attend(place, arguments, params, results);
+    Buffers buffers = allocate_buffers(place, arguments, params);
+    return attend(place, arguments, params, buffers);
 }
 
 std::tuple<Tensor, Tensor> attention_kvcache_append(
@@ -226,7 +239,7 @@ std::tuple<Tensor, Tensor> attention_kvcache_append(
                                check_values};
     KvCacheAttentionParams params = fan::check_kvcache(arguments);
     const Place place(q);
-    Results results = allocate_results(place, arguments.q, params);
+    Buffers buffers = allocate_buffers(place, arguments, params);
     append(place, arguments, params, rotary_interleaved);
-    return attend(place, arguments, params, results);
+    return attend(place, arguments, params, buffers);
 }
