@@ -103,31 +103,33 @@ MemoryOf::MemoryOf(const Tensor& tensor, size_t first_dim)
         if (sizes[dim] == 1) continue;
         repeats_ |= strides[dim] == 0;
         if (strides[dim] == 0) continue;
-        dims_[num_dims_++] = Dim{strides[dim] * element_size_, sizes[dim] - 1};
-        size_ += dims_[num_dims_ - 1].last * dims_[num_dims_ - 1].stride;
+        const Dim added{strides[dim] * element_size_, sizes[dim] - 1};
+        size_t place = num_dims_++;
+        for (; place > 0 && dims_[place - 1].stride > added.stride; --place) {
+            dims_[place] = dims_[place - 1];
+        }
+        dims_[place] = added;
+        size_ += added.last * added.stride;
     }
 }
 
 bool MemoryOf::overlaps_itself() const {
     if (size_ == 0) return false;
     if (repeats_) return true;
-    std::array<Dim, kMaxDims> dims = dims_;
-    const auto end = dims.begin() + static_cast<std::ptrdiff_t>(num_dims_);
-    std::sort(dims.begin(), end, [](const Dim& a, const Dim& b) { return a.stride < b.stride; });
     int64_t span = element_size_;
     bool nested = true;
-    for (auto dim = dims.begin(); dim != end; ++dim) {
-        nested &= dim->stride >= span;
-        span += dim->last * dim->stride;
+    for (size_t i = 0; i < num_dims_; ++i) {
+        nested &= dims_[i].stride >= span;
+        span += dims_[i].last * dims_[i].stride;
     }
     if (nested) return false;
     // Two elements share memory if a difference of their indices is no difference of addresses: its
     // first entry that is not zero, of the largest stride, may be taken as positive.
     for (size_t leading = num_dims_; leading-- > 0;) {
         Terms terms;
-        terms.add(dims[leading].stride, 1, dims[leading].last);
+        terms.add(dims_[leading].stride, 1, dims_[leading].last);
         for (size_t i = 0; i < leading; ++i) {
-            terms.add(dims[i].stride, -dims[i].last, dims[i].last);
+            terms.add(dims_[i].stride, -dims_[i].last, dims_[i].last);
         }
         terms.add(1, 1 - element_size_, element_size_ - 1);
         if (Sums(terms).contain(0)) return true;

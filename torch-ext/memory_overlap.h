@@ -36,7 +36,7 @@ class MemoryOf {
     int64_t size_ = 0;  // from the first byte to behind the last one; 0 without elements
     int64_t element_size_ = 1;
     bool repeats_ = false;            // a dimension of several entries has stride 0
-    std::array<Dim, kMaxDims> dims_;  // those of several entries, but for stride 0
+    std::array<Dim, kMaxDims> dims_;  // of several entries, but for stride 0; strides ascend
     size_t num_dims_ = 0;
 };
 
