@@ -29,6 +29,11 @@ enum class WgmmaType { kBf16, kF16 };
 /// (tnspA, tnspB).
 enum class Major { kContraction, kOuter };
 
+/// As an immediate operand. No bool, of which clang makes -1.
+constexpr int transposed(Major major) {
+    return major == Major::kOuter ? 1 : 0;
+}
+
 /// wgmma.mma_async.m64n<kN>k16 with fp32 sums (sm_90a): d = a b, plus d if `accumulate`.
 ///
 /// Thread t of the warpgroup holds d[4 j + 2 r + e] = row 16 (t / 32) + (t % 32) / 4 + 8 r, column
@@ -92,8 +97,8 @@ struct Wgmma;
                          " {" FAN_TEXT_##R "}, %" #O0 ", %" #O1 ", p, 1, 1, %" #O3 ", %" #O4    \
                                            ";\n}\n"                                             \
                          : FAN_REGS_##R                                                         \
-                         : "l"(a), "l"(b), "r"(accumulate), "n"(kMajorA == Major::kOuter),      \
-                           "n"(kMajorB == Major::kOuter));                                      \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(transposed(kMajorA)),           \
+                           "n"(transposed(kMajorB)));                                           \
         }                                                                                       \
         template <Major kMajorB>                                                                \
         static __device__ __forceinline__ void rs(float* d, const uint32_t* a, uint64_t b,      \
@@ -105,7 +110,7 @@ struct Wgmma;
                                            ", p, 1, 1, %" #O6 ";\n}\n"                          \
                          : FAN_REGS_##R                                                         \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), \
-                           "n"(kMajorB == Major::kOuter));                                      \
+                           "n"(transposed(kMajorB)));                                           \
         }                                                                                       \
     };
 #define FAN_WGMMA_TYPES(N, R, ...)                         \
