@@ -41,10 +41,11 @@ def make_model(options, implementation: str, dtype: torch.dtype):
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16, attn_implementation=implementation
-    )
-    return model.to(options.device, dtype).eval()
+    with torch.device(options.device):  # drawn there: on a CPU it would take longer than the rest
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=implementation
+        )
+    return model.to(dtype).eval()
 
 
 def synchronize(device: str) -> None:
@@ -140,6 +141,13 @@ def main() -> None:
         static = one_batch(model, options)
         figures.append({"what": "generate, static", "attention": name, "tokens_per_s": static})
         del model
+    pairs = [
+        (one, other)
+        for first, second in zip(*answers.values())
+        for one, other in zip(first, second)
+    ]
+    same = sum(one == other for one, other in pairs) / len(pairs)
+    figures.append({"what": "tokens of generate_batch that agree", "share": same})
     for name, answer in answers.items():
         gap, error = largest_gap(options, prompts[-1], answer[-1])
         figure = {"what": "logit of a chosen token behind the largest", "attention": name}
