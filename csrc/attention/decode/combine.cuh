@@ -12,28 +12,32 @@ namespace decode {
 
 constexpr int kCombineWarps = 8;
 constexpr int kCombineThreads = 32 * kCombineWarps;
-constexpr int kMaxUnits = 4;  // of four value columns a lane: 512 columns
+constexpr int kCombineColumns = 128;  // of a CTA: four a lane
 
-/// The sum over all splits of a row: `lse` is that of the first one.
+/// The sum over all splits of a row, and 2^(its LSE - the largest one) of splits lane, lane + 32,
+/// ...; `lse` is that of the first one.
 __device__ __forceinline__ RowTotal total_of_splits(const float* lse, int64_t stride,
-                                                    int num_splits) {
+                                                    int num_splits,
+                                                    float (&weights)[kMaxSplits / 32]) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    float own[kMaxSplits / 32];
     RowTotal total;
     total.max = negative_infinity();
 #pragma unroll
     for (int i = 0; i < kMaxSplits / 32; ++i) {
         const int split = lane + 32 * i;
-        own[i] = split < num_splits ? lse[split * stride] : negative_infinity();
-        total.max = fmaxf(total.max, own[i]);
+        weights[i] = split < num_splits ? lse[split * stride] : negative_infinity();
+        total.max = fmaxf(total.max, weights[i]);
     }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
         total.max = fmaxf(total.max, __shfl_xor_sync(0xffffffffu, total.max, offset));
     }
-    if (total.max == negative_infinity()) return total;
+    const float base = total.max == negative_infinity() ? 0.0f : total.max;
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) total.sum += ptx::ex2_approx(own[i] - total.max);
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+        weights[i] = ptx::ex2_approx(weights[i] - base);
+        total.sum += weights[i];
+    }
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
         total.sum += __shfl_xor_sync(0xffffffffu, total.sum, offset);
@@ -48,12 +52,13 @@ __device__ __forceinline__ void add(float4& sum, float weight, const float4& val
     sum.w = fmaf(weight, value.w, sum.w);
 }
 
-/// out = sum over splits of 2^(lse - total) * partial out. A row (query row and head) belongs to
-/// `kWarpsPerRow` warps of a CTA, which share its splits: many for few rows, to be done sooner.
+/// out = sum over splits of 2^(lse - total) * partial out. kCombineColumns columns of a row (query
+/// row and head) belong to `kWarpsPerRow` warps of a CTA, which share its splits: many for few
+/// rows, to be done sooner.
 template <class Arch, class Element, int kWarpsPerRow>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const __grid_constant__ SplitParams params) {
-    __shared__ float4 shared[kWarpsPerRow > 1 ? kCombineThreads * kMaxUnits : 1];
+    __shared__ float4 shared[kWarpsPerRow > 1 ? kCombineThreads : 1];
     if constexpr (Arch::kHasGridDependency) {
         ptx::griddepcontrol_launch_dependents();
         ptx::griddepcontrol_wait();
@@ -62,35 +67,35 @@ __global__ void __launch_bounds__(kCombineThreads)
     const int warp = static_cast<int>(threadIdx.x) / 32, part = warp % kWarpsPerRow;
     const uint32_t place = blockIdx.x * (kCombineWarps / kWarpsPerRow) + warp / kWarpsPerRow;
     if (place >= params.total_rows) return;  // with one warp per row only
-    const float* lse = params.partial_lse + place;
-    const RowTotal total = total_of_splits(lse, params.total_rows, params.num_splits);
+    float weights[kMaxSplits / 32];
+    const RowTotal total =
+        total_of_splits(params.partial_lse + place, params.total_rows, params.num_splits, weights);
 
     const int columns = params.head_units_v * 2;  // units of four
-    float4 sum[kMaxUnits] = {};
-    const float4* partial = reinterpret_cast<const float4*>(params.partial_out);
-#pragma unroll 2
-    for (int split = part; split < params.num_splits; split += kWarpsPerRow) {
-        const float split_lse = lse[split * params.total_rows];
-        if (split_lse == negative_infinity()) continue;  // it has written no output
-        const float weight = ptx::ex2_approx(split_lse - total.max);
-        const float4* source = partial + (split * params.total_rows + place) * columns + lane;
+    const int column = static_cast<int>(blockIdx.y) * 32 + lane;
+    const float4* source =
+        reinterpret_cast<const float4*>(params.partial_out) + int64_t{place} * columns + column;
+    float4 sum = {};
 #pragma unroll
-        for (int u = 0; u < kMaxUnits; ++u) {
-            if (32 * u + lane < columns) add(sum[u], weight, source[32 * u]);
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+        if (32 * i >= params.num_splits) break;
+#pragma unroll 4
+        for (int j = part; j < 32; j += kWarpsPerRow) {
+            const float weight = __shfl_sync(0xffffffffu, weights[i], j);
+            // Splits without a key have written no output.
+            const bool is_written = weight > 0.0f && column < columns;
+            const float4 value = is_written ? source[(32 * i + j) * params.total_rows * columns]
+                                            : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            add(sum, weight, value);
         }
     }
     if constexpr (kWarpsPerRow > 1) {
-#pragma unroll
-        for (int u = 0; u < kMaxUnits; ++u) shared[(u * kWarpsPerRow + part) * 32 + lane] = sum[u];
+        shared[part * 32 + lane] = sum;
         __syncthreads();
         if (part > 0) return;
 #pragma unroll
-        for (int u = 0; u < kMaxUnits; ++u) {
-            if (32 * u >= columns) break;
-#pragma unroll
-            for (int other = 1; other < kWarpsPerRow; ++other) {
-                add(sum[u], 1.0f, shared[(u * kWarpsPerRow + other) * 32 + lane]);
-            }
+        for (int other = 1; other < kWarpsPerRow; ++other) {
+            add(sum, 1.0f, shared[other * 32 + lane]);
         }
     }
 
@@ -99,18 +104,15 @@ __global__ void __launch_bounds__(kCombineThreads)
     const bool covered = !params.is_packed() || row < params.cu_seqlens_q[params.batch_size];
     float normalizer;
     const float row_lse = total.finish(sink_of(params, covered, head), normalizer);
-    if (lane == 0) {
+    if (lane == 0 && blockIdx.y == 0) {
         const uint32_t batch =
             params.is_packed() ? 0 : row / static_cast<uint32_t>(params.seqlen_q);
         params.softmax_lse[lse_index(params, row, batch, head)] = row_lse;
     }
-    uint2* out = static_cast<uint2*>(params.out) + int64_t{place} * columns + lane;
-#pragma unroll
-    for (int u = 0; u < kMaxUnits; ++u) {
-        if (32 * u + lane < columns) {
-            out[32 * u] = make_uint2(Element::pack(sum[u].x * normalizer, sum[u].y * normalizer),
-                                     Element::pack(sum[u].z * normalizer, sum[u].w * normalizer));
-        }
+    if (column < columns) {
+        static_cast<uint2*>(params.out)[int64_t{place} * columns + column] =
+            make_uint2(Element::pack(sum.x * normalizer, sum.y * normalizer),
+                       Element::pack(sum.z * normalizer, sum.w * normalizer));
     }
 }
 
@@ -118,10 +120,13 @@ template <class Arch, class Element>
 void launch_combine_of(const SplitParams& params, cudaStream_t stream) {
     // Below this many rows one warp for each would leave most of a card idle.
     constexpr int64_t kFewRows = 512;
+    const int columns = params.head_units_v * 8;
     const auto launch = [&](auto kernel, int rows_per_cta) {
         const int64_t ctas = (params.total_rows + rows_per_cta - 1) / rows_per_cta;
-        launch_kernel<Arch>(kernel, dim3(grid_size("the combination of splits", ctas)),
-                            kCombineThreads, 0, params, "the combination of splits", stream);
+        const dim3 grid(grid_size("the combination of splits", ctas),
+                        static_cast<unsigned>((columns + kCombineColumns - 1) / kCombineColumns));
+        launch_kernel<Arch>(kernel, grid, kCombineThreads, 0, params, "the combination of splits",
+                            stream);
     };
     if (params.total_rows < kFewRows) {
         launch(combine_kernel<Arch, Element, kCombineWarps>, 1);
