@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 namespace flash_attn_norm {
@@ -46,6 +48,20 @@ __device__ __forceinline__ void st_async(uint32_t remote_address, float value,
             remote_address),
         "f"(value), "r"(remote_barrier)
         : "memory");
+}
+
+/// st.shared::cluster.v2.f32 (sm_90): two floats to a CTA's shared memory, whose address, a
+/// multiple of 8, comes from mapa. Seen there after a barrier of the cluster.
+__device__ __forceinline__ void st_cluster_v2_f32(uint32_t remote_address, float a, float b) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(remote_address), "f"(a), "f"(b)
+                 : "memory");
+}
+
+/// st.shared::cluster.v4.f32 (sm_90): four floats, to a multiple of 16.
+__device__ __forceinline__ void st_cluster_v4_f32(uint32_t remote_address, float4 value) {
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(remote_address),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+                 : "memory");
 }
 
 }  // namespace ptx

@@ -231,6 +231,8 @@ decode::SplitShape split_shape_of(const py::dict& dict) {
     fields.number("more_sets", shape.more_sets);
     fields.number("num_sms", shape.num_sms);
     fields.number("ctas_per_sm", shape.ctas_per_sm);
+    fields.number("max_cluster", shape.max_cluster);
+    fields.number("key_bytes", shape.key_bytes);
     return shape;
 }
 

@@ -6,6 +6,7 @@
 #include "attention/attention.h"
 #include "attention/attention_device.h"
 #include "attention/decode/launch.h"
+#include "attention/decode/sm90a/launch.h"
 
 namespace flash_attn_norm {
 
@@ -68,12 +69,58 @@ void check_sizes(const KvCacheAttentionParams& params) {
     check("query rows times query heads", rows * problem.num_heads_q, int64_t{1} << 30);
 }
 
-decode::SplitPlan plan_of(const KvCacheAttentionParams& params) {
+/// Who attends: the kernels of every card, or on capability 9.0 one of those that the copy engine
+/// feeds.
+enum class Kernels { kGeneral, kBulk, kLatent };
+
+/// Whether they take calls of such shapes.
+bool take_shapes(Kernels kernels, const KvCacheAttentionParams& params) {
+    switch (kernels) {
+        case Kernels::kBulk:
+            return decode::bulk_takes_shapes(params);
+        case Kernels::kLatent:
+            return decode::latent_takes_shapes(params);
+        default:
+            return true;
+    }
+}
+
+Kernels kernels_of(const KvCacheAttentionParams& params) {
+    for (const Kernels kernels : {Kernels::kLatent, Kernels::kBulk}) {
+        if (!take_shapes(kernels, params) || !decode::can_map_cache(params)) continue;
+        if (kernels == Kernels::kBulk || decode::values_in_keys(params)) return kernels;
+    }
+    return Kernels::kGeneral;
+}
+
+/// Calls fn(head dim) with the size class of Kernels::kBulk.
+template <class Fn>
+void with_bulk_class(const AttentionProblem& problem, Fn&& fn) {
+    const int larger = std::max(problem.head_dim, problem.head_dim_v);
+    if (larger <= 64) {
+        fn(std::integral_constant<int, 64>{});
+    } else if (larger <= 128) {
+        fn(std::integral_constant<int, 128>{});
+    } else if (larger <= 192) {
+        fn(std::integral_constant<int, 192>{});
+    } else {
+        fn(std::integral_constant<int, 256>{});
+    }
+}
+
+decode::SplitPlan plan_of(const KvCacheAttentionParams& params, Kernels kernels) {
     decode::SplitPlan plan;
     check_sizes(params);
-    with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {
-        plan = decode::plan_split<decltype(arch), head_dim.value, head_dim_v.value>(params);
-    });
+    if (kernels == Kernels::kLatent) {
+        plan = decode::plan_latent(params);
+    } else if (kernels == Kernels::kBulk) {
+        with_bulk_class(params.problem,
+                        [&](auto head_dim) { plan = decode::plan_bulk<head_dim.value>(params); });
+    } else {
+        with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {
+            plan = decode::plan_split<decltype(arch), head_dim.value, head_dim_v.value>(params);
+        });
+    }
     // Refuses what is too large.
     grid_size("attention to a cache", plan.row_tiles * params.problem.num_heads_kv);
     return plan;
@@ -84,23 +131,40 @@ decode::SplitPlan plan_of(const KvCacheAttentionParams& params) {
 namespace cuda {
 
 int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params) {
-    return plan_of(params).workspace_bytes(params.problem.head_dim_v);
+    // Enough for all that may serve the call: where its cache lies may not be known yet.
+    int64_t bytes = 0;
+    for (const Kernels kernels : {Kernels::kGeneral, Kernels::kBulk, Kernels::kLatent}) {
+        if (!take_shapes(kernels, params)) continue;
+        bytes =
+            std::max(bytes, plan_of(params, kernels).workspace_bytes(params.problem.head_dim_v));
+    }
+    return bytes;
 }
 
 int attention_kvcache_num_splits(const KvCacheAttentionParams& params) {
-    return plan_of(params).num_splits;
+    return plan_of(params, kernels_of(params)).num_splits;
 }
 
 void attention_kvcache(const KvCacheAttentionParams& params, void* stream) {
-    const decode::SplitPlan plan = plan_of(params);
+    const Kernels kernels = kernels_of(params);
+    const decode::SplitPlan plan = plan_of(params, kernels);
     if (plan.total_rows == 0) return;
     const auto split_params = decode::SplitParams::of(params, plan);
     const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    if (kernels == Kernels::kLatent) {
+        decode::launch_latent(params, plan, split_params, cuda_stream);
+    } else if (kernels == Kernels::kBulk) {
+        with_bulk_class(params.problem, [&](auto head_dim) {
+            decode::launch_bulk<head_dim.value>(params, plan, split_params, cuda_stream);
+        });
+    }
     with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {
         using Arch = decltype(arch);
-        decode::launch_split<Arch, head_dim.value, head_dim_v.value>(params, plan, split_params,
-                                                                     cuda_stream);
-        if (plan.num_splits > 1) {
+        if (kernels == Kernels::kGeneral) {
+            decode::launch_split<Arch, head_dim.value, head_dim_v.value>(params, plan, split_params,
+                                                                         cuda_stream);
+        }
+        if (plan.num_splits > 1 && !plan.in_cluster) {
             decode::launch_combine<Arch>(split_params, params.problem.dtype, cuda_stream);
         }
     });

@@ -10,20 +10,30 @@ namespace flash_attn_norm {
 namespace decode {
 
 /// Launches kernel(params). On Sm90 as a programmatically dependent launch: the kernel waits itself
-/// for those before it, so that its start overlaps with their end.
+/// for those before it, so that its start overlaps with their end. The CTAs of a column of the grid
+/// may form clusters of cluster_size.
 template <class Arch, class Params>
 void launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int shared_bytes,
-                   const Params& params, const char* name, cudaStream_t stream) {
+                   const Params& params, const char* name, cudaStream_t stream,
+                   int cluster_size = 1) {
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = stream;
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = Arch::kHasGridDependency ? 1 : 0;
+    cudaLaunchAttribute attributes[2];
+    config.attrs = attributes;
+    if (Arch::kHasGridDependency) {
+        cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+        attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster_size > 1) {
+        cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+        attribute.id = cudaLaunchAttributeClusterDimension;
+        attribute.val.clusterDim.x = attribute.val.clusterDim.z = 1;
+        attribute.val.clusterDim.y = static_cast<unsigned>(cluster_size);
+    }
     check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
 }
 

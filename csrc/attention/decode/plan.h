@@ -40,6 +40,8 @@ struct SplitShape {
     int more_sets = 4;   // where one CTA on a multiprocessor is enough; equal: never
     int num_sms = 1;
     int ctas_per_sm = 1;  // with `sets` sets
+    int max_cluster = 1;  // splits that can add up their shares themselves, as a cluster
+    int key_bytes = 0;    // read for a key; 0: those of its row of keys and of values
 };
 
 /// How a call is cut into CTAs, and its workspace. It depends on shapes alone, so that a captured
@@ -49,10 +51,13 @@ struct SplitPlan {
     int64_t tiles_per_sequence = 0;  // dense
     int sets = 4;
     int num_splits = 1;
-    int64_t total_rows = 0;  // batch_size * seqlen_q * num_heads_q, or total_q * num_heads_q
+    bool in_cluster = false;  // the CTAs of a row tile's splits, which then add up their shares
+    int64_t total_rows = 0;   // batch_size * seqlen_q * num_heads_q, or total_q * num_heads_q
 
     int64_t workspace_bytes(int head_dim_v) const {
-        return num_splits > 1 ? (int64_t{head_dim_v} + 1) * num_splits * total_rows * 4 : 0;
+        return num_splits > 1 && !in_cluster
+                   ? (int64_t{head_dim_v} + 1) * num_splits * total_rows * 4
+                   : 0;
     }
 };
 
@@ -85,13 +90,23 @@ constexpr double kLargeCtaRate = 60e3;  // with more sets
 constexpr double kStart = 4.0;          // of a wave: lengths, the first tiles, the output
 constexpr double kCombine = 2.5;        // once there are splits
 constexpr double kCombineSplit = 0.03;  // for each of them
+constexpr double kClusterCombine = 1.0;
 
 /// CTAs that run at the same time, and how fast.
 struct SplitSlots {
     int64_t count = 1;
+    int max_cluster = 1;
     double card_rate = kSmRate;
+    double partial_bytes = 0.0;  // of a split, written and read
     double cta_rate = kCtaRate;
 };
+
+/// Whether the CTAs of the splits of each of `tiles` row tiles are to be a cluster. Its CTAs start
+/// together and near each other: on an H200 64 of 132 multiprocessors were filled by clusters of 8
+/// in one wave, 128 were not.
+inline bool fits_cluster(int64_t tiles, int splits, const SplitSlots& slots) {
+    return splits > 1 && splits <= slots.max_cluster && 4 * tiles * splits <= 3 * slots.count;
+}
 
 /// The time that `ctas` CTAs take that read `bytes` each: all together as fast as the card
 /// delivers, but none faster than it can alone.
@@ -116,7 +131,12 @@ inline int choose_num_splits(int64_t tiles, int64_t keys, double key_bytes, int6
         const int64_t share = (steps + splits - 1) / splits * step_keys;
         const double bytes = static_cast<double>(share) * key_bytes;
         double time = split_time(tiles * splits, bytes, slots);
-        if (splits > 1) time += kCombine + kCombineSplit * splits;
+        if (splits > 1) {
+            time += fits_cluster(tiles, splits, slots)
+                        ? kClusterCombine
+                        : kCombine + kCombineSplit * splits +
+                              splits * slots.partial_bytes / slots.card_rate;
+        }
         if (splits == 1 || time < best_time) {
             best = splits;
             best_time = time;
@@ -147,21 +167,25 @@ inline SplitPlan plan_splits(const KvCacheAttentionParams& params, const SplitSh
     }
     const int64_t keys = max_visible_keys(params);
     const int64_t tiles = used_tiles * problem.num_heads_kv;
-    const double key_bytes = 2.0 * (problem.head_dim + problem.head_dim_v);
+    const double key_bytes =
+        shape.key_bytes > 0 ? shape.key_bytes : 2.0 * (problem.head_dim + problem.head_dim_v);
     const bool one_each = shape.more_sets > shape.sets && tiles <= shape.num_sms;
     plan.sets = one_each ? shape.more_sets : shape.sets;
     const int64_t step_keys = int64_t{shape.tile_keys} * plan.sets;
+    SplitSlots slots;
+    slots.count = int64_t{shape.num_sms} * (one_each ? 1 : shape.ctas_per_sm);
+    slots.max_cluster = shape.max_cluster;
+    slots.card_rate = kSmRate * shape.num_sms;
+    slots.cta_rate = one_each ? kLargeCtaRate : kCtaRate;
+    slots.partial_bytes = 8.0 * static_cast<double>(plan.total_rows) * problem.head_dim_v;
     if (params.num_splits > 0) {
         const int64_t steps = std::max<int64_t>((keys + step_keys - 1) / step_keys, 1);
         const int64_t most = std::min<int64_t>(steps, kMaxSplits);
         plan.num_splits = static_cast<int>(std::min<int64_t>(params.num_splits, most));
     } else {
-        SplitSlots slots;
-        slots.count = int64_t{shape.num_sms} * (one_each ? 1 : shape.ctas_per_sm);
-        slots.card_rate = kSmRate * shape.num_sms;
-        slots.cta_rate = one_each ? kLargeCtaRate : kCtaRate;
         plan.num_splits = choose_num_splits(tiles, keys, key_bytes, step_keys, slots);
     }
+    plan.in_cluster = fits_cluster(tiles, plan.num_splits, slots);
     return plan;
 }
 

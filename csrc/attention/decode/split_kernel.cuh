@@ -4,6 +4,7 @@
 
 #include "attention/decode/kv_pipeline.cuh"
 #include "attention/decode/packed_scores.cuh"
+#include "attention/decode/queries.cuh"
 #include "attention/decode/split_output.cuh"
 #include "attention/decode/warp_products.cuh"
 #include "attention/tile_copy.cuh"
@@ -38,29 +39,6 @@ struct SplitWarp {
     }
 };
 
-/// Copies the block's query rows to shared memory. By ordinary loads: they travel beside the first
-/// tiles of keys and values, and do not count among their groups.
-template <class Config>
-__device__ __forceinline__ void load_queries(SplitSharedStorage<Config>& shared,
-                                             const SplitParams& params, const SplitBlock& block) {
-    constexpr int kUnits = Config::kHeadDim / 8;
-    const uint16_t* q =
-        static_cast<const uint16_t*>(params.q) + block.batch * params.q_strides.batch;  // packed: 0
-    const int64_t first_row = params.is_packed() ? block.row_q : 0;
-#pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < Config::kBlockM * kUnits; i += blockDim.x) {
-        const int row = i / kUnits, unit = i % kUnits;
-        uint4 words = make_uint4(0, 0, 0, 0);
-        if (row < block.num_rows && unit < params.head_units) {
-            const PackedRow packed = block.packed_row(params.group_size, row);
-            words = *reinterpret_cast<const uint4*>(
-                q + (first_row + packed.row) * params.q_strides.row +
-                packed.head * params.q_strides.head + unit * 8);
-        }
-        *reinterpret_cast<uint4*>(&shared.q[row * Config::kPitch + unit * 8]) = words;
-    }
-}
-
 /// O += softmax(Q K^T) V over the set's tiles of `tiles`: every sets-th one. `full`: keys that all
 /// rows of the block see.
 template <class Config>
@@ -94,7 +72,9 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         if (!values_in_keys) copy_tile(pipeline.begin_values(kv, next < tiles.end));
         look_up_next();
     }
-    load_queries(shared, params, block);
+    load_queries<Config::kHeadDim>(
+        params, block, Config::kBlockM, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
+        [&](int row, int unit) { return &shared.q[row * Config::kPitch + unit * 8]; });
     const PackedRows rows(params, block, band, warp.row + warp.lane / 4);
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     __syncthreads();  // Q is there
@@ -187,7 +167,8 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
     if (!tiles.empty()) {
         consume_kv_tiles(shared, warp, params, block, band, keys, tiles, full);
     }
-    store_output(shared, warp, params, block);
+    share_output<Config>(shared, warp, block.num_rows);
+    store_rows<Config>(shared, warp.sets, params, block);
 }
 
 }  // namespace decode

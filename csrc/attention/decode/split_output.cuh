@@ -9,13 +9,10 @@
 namespace flash_attn_norm {
 namespace decode {
 
-template <class Config>
-struct SplitWarp;
-
-/// Puts each set's sums and output, scaled to the common maximum, into shared memory.
-template <class Config>
-__device__ __forceinline__ void share_output(SplitSharedStorage<Config>& shared,
-                                             const SplitWarp<Config>& warp, int num_rows) {
+/// Puts each set's sums and output, scaled to the common maximum, into shared memory. Other warps
+/// of the CTA meet these at two barriers.
+template <class Config, class Storage, class Warp>
+__device__ __forceinline__ void share_output(Storage& shared, const Warp& warp, int num_rows) {
     const int tile_row = warp.row + warp.lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -55,9 +52,9 @@ __device__ __forceinline__ void share_output(SplitSharedStorage<Config>& shared,
 }
 
 /// One row's eight columns from `unit` on, summed over the sets, times `factor`.
-template <class Config>
-__device__ __forceinline__ void sum_of_sets(SplitSharedStorage<Config>& shared, int sets, int row,
-                                            int unit, float factor, float (&values)[8]) {
+template <class Config, class Storage>
+__device__ __forceinline__ void sum_of_sets(Storage& shared, int sets, int row, int unit,
+                                            float factor, float (&values)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] = 0.0f;
     for (int set = 0; set < sets; ++set) {
@@ -71,16 +68,14 @@ __device__ __forceinline__ void sum_of_sets(SplitSharedStorage<Config>& shared, 
     for (int i = 0; i < 8; ++i) values[i] *= factor;
 }
 
-/// Adds up the sets' shares and writes the rows: the result if there is one split, else this
-/// split's part of it with its LSE.
-template <class Config>
-__device__ __forceinline__ void store_output(SplitSharedStorage<Config>& shared,
-                                             const SplitWarp<Config>& warp,
-                                             const SplitParams& params, const SplitBlock& block) {
+/// Adds up the shares of `sets` sets and writes the rows: the result if there is one split, else
+/// this split's part of it with its LSE.
+template <class Config, class Storage>
+__device__ __forceinline__ void store_rows(Storage& shared, int sets, const SplitParams& params,
+                                           const SplitBlock& block) {
     using Element = typename Config::Element;
     constexpr int kUnits = Config::kHeadDimV / 8;
     const bool covered = block.batch < params.batch_size;
-    share_output(shared, warp, block.num_rows);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < Config::kBlockM * kUnits; i += blockDim.x) {
         const int tile_row = i / kUnits, unit = i % kUnits;
@@ -96,7 +91,7 @@ __device__ __forceinline__ void store_output(SplitSharedStorage<Config>& shared,
                 params.softmax_lse[lse_index(params, block.row_q + packed.row, block.batch,
                                              packed.head)] = lse;
             }
-            sum_of_sets(shared, warp.sets, tile_row, unit, normalizer, values);
+            sum_of_sets<Config>(shared, sets, tile_row, unit, normalizer, values);
             reinterpret_cast<uint4*>(params.out)[row * params.head_units_v + unit] = make_uint4(
                 Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
                 Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
@@ -108,7 +103,7 @@ __device__ __forceinline__ void store_output(SplitSharedStorage<Config>& shared,
                     seen ? total.max + ptx::lg2_approx(total.sum) : negative_infinity();
             }
             if (!seen) continue;
-            sum_of_sets(shared, warp.sets, tile_row, unit, ptx::rcp_approx(total.sum), values);
+            sum_of_sets<Config>(shared, sets, tile_row, unit, ptx::rcp_approx(total.sum), values);
             float4* out = reinterpret_cast<float4*>(params.partial_out) +
                           (place * params.head_units_v + unit) * 2;
             out[0] = make_float4(values[0], values[1], values[2], values[3]);

@@ -8,6 +8,13 @@
 namespace flash_attn_norm {
 namespace decode {
 
+/// True if the values are the first columns of the keys' rows.
+inline bool values_in_keys(const KvCacheAttentionParams& params) {
+    const TensorStrides &k = params.cache.k_strides, &v = params.cache.v_strides;
+    return params.k_cache == params.v_cache && k.batch == v.batch && k.row == v.row &&
+           k.head == v.head;
+}
+
 /// What the split kernel is told of a call: KvCacheAttentionParams and SplitPlan in the order in
 /// which a CTA needs them, with everything inside a sequence in 32 bits (see check_sizes) and all
 /// divisors prepared. The first instructions of a CTA are on the way of every call.
@@ -68,9 +75,7 @@ struct SplitParams {
         p.page_rows = Divisor::of(std::max<int64_t>(params.cache.entry_rows, 1));
         p.k_cache = params.k_cache;
         p.v_cache = params.v_cache;
-        const TensorStrides &k = params.cache.k_strides, &v = params.cache.v_strides;
-        p.values_in_keys = params.k_cache == params.v_cache && k.batch == v.batch &&
-                           k.row == v.row && k.head == v.head;
+        p.values_in_keys = decode::values_in_keys(params);
         p.q = params.q;
         p.q_strides = params.q_strides;
         if (problem.is_packed()) p.q_strides.batch = 0;

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "attention/sm90/encode_stream_map.h"
 #include "attention/sm90/encode_tensor_map.h"
 #include "common/check.h"
 
@@ -23,24 +24,23 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
-}  // namespace
-
-CUtensorMap encode_tensor_map(const TensorMapShape& shape, const void* data, DType dtype) {
-    static const PFN_cuTensorMapEncodeTiled_v12000 encode = encode_function();
+CUtensorMap encode(const TensorMapShape& shape, const void* data, DType dtype,
+                   CUtensorMapL2promotion promotion) {
+    static const PFN_cuTensorMapEncodeTiled_v12000 encode_tiled = encode_function();
     const cuuint64_t sizes[4] = {shape.sizes[0], shape.sizes[1], shape.sizes[2], shape.sizes[3]};
     const cuuint64_t strides[3] = {shape.stride_bytes[0], shape.stride_bytes[1],
                                    shape.stride_bytes[2]};
     const cuuint32_t box[4] = {shape.box_columns, shape.box_rows, 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     CUtensorMap map;
-    const CUresult status = encode(
+    const CUresult status = encode_tiled(
         &map,
         dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                   : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         4, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
         shape.swizzle == Swizzle::k128Bytes ? CU_TENSOR_MAP_SWIZZLE_128B
                                             : CU_TENSOR_MAP_SWIZZLE_64B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS) {
         throw std::runtime_error("cuTensorMapEncodeTiled refused sizes (" +
                                  std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " +
@@ -48,6 +48,16 @@ CUtensorMap encode_tensor_map(const TensorMapShape& shape, const void* data, DTy
                                  "): CUDA error " + std::to_string(static_cast<int>(status)));
     }
     return map;
+}
+
+}  // namespace
+
+CUtensorMap encode_tensor_map(const TensorMapShape& shape, const void* data, DType dtype) {
+    return encode(shape, data, dtype, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+
+CUtensorMap encode_stream_map(const TensorMapShape& shape, const void* data, DType dtype) {
+    return encode(shape, data, dtype, CU_TENSOR_MAP_L2_PROMOTION_NONE);
 }
 
 }  // namespace sm90

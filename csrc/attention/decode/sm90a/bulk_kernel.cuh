@@ -1,0 +1,210 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/decode/packed_scores.cuh"
+#include "attention/decode/queries.cuh"
+#include "attention/decode/sm90a/bulk_config.h"
+#include "attention/decode/sm90a/bulk_output.cuh"
+#include "attention/decode/sm90a/kv_tiles.cuh"
+#include "attention/decode/warp_products.cuh"
+#include "attention/warp_mma.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/grid_dependency.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/named_barrier.cuh"
+#include "ptx/shared_address.cuh"
+#include "ptx/tma.cuh"
+
+namespace flash_attn_norm {
+namespace decode {
+
+/// A consumer warp, a set of its own, and its state over the key loop.
+template <class Config>
+struct BulkWarp {
+    int lane, sets, set;
+    static constexpr int row = 0, column = 0;
+    OnlineSoftmax<1> softmax;
+    float acc_o[1][Config::kTilesD][4];
+
+    __device__ __forceinline__ BulkWarp()
+        : lane(static_cast<int>(threadIdx.x) % 32),
+          sets(static_cast<int>(blockDim.x) / 32 - 1),
+          set(static_cast<int>(threadIdx.x) / 32) {
+        clear(acc_o);
+    }
+};
+
+/// Zeros in place of values that no row sees, which may be anything: 16 rows from `first` on.
+template <class Config>
+__device__ __forceinline__ void clear_unseen_values(unsigned char* tile, int first, int position,
+                                                    const KeyRange& positions, int lane) {
+    using Tile = typename Config::Tile;
+    for (int i = lane; i < 16 * Tile::kChunks * Tile::kUnitsPerRow; i += 32) {
+        const int row = i % 16, unit = i / 16;
+        if (position + row >= positions.begin && position + row < positions.end) continue;
+        *reinterpret_cast<uint4*>(tile + Tile::unit_offset(first + row, unit)) =
+            make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_proxy_async_shared();  // before the copy engine writes here again
+    __syncwarp();
+}
+
+/// O += softmax(Q K^T) V over every second or so of the tiles: see BulkConfig. `full`: keys that
+/// all rows of the block see; positions: where keys lie that some row sees.
+template <class Config>
+__device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shared,
+                                                 BulkWarp<Config>& warp, const SplitParams& params,
+                                                 const SplitBlock& block, const KeyBand& band,
+                                                 const KeyRange& positions, const KeyRange& tiles,
+                                                 const KeyRange& full) {
+    using Element = typename Config::Element;
+    using Tile = typename Config::Tile;
+    constexpr int kSteps = Config::kHeadDim / 16;
+    const int stages = Config::stages(warp.sets), groups = warp.sets / Config::kSetsPerTile;
+    const int first_row = warp.set % Config::kSetsPerTile * 16;
+    load_queries<Config::kHeadDim>(
+        params, block, Config::kBlockM, static_cast<int>(threadIdx.x), 32 * warp.sets,
+        [&](int row, int unit) { return &shared.q[row * Config::kPitch + unit * 8]; });
+    const PackedRows rows(params, block, band, warp.lane / 4);
+    const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
+    ptx::bar_sync(1, 32 * warp.sets);  // Q is there
+
+    const uint32_t q_base =
+        a_base<Layout::kContractionInner, Config::kPitch>(ptx::shared_address(shared.q), warp.lane);
+    const auto load_q = [&](uint32_t (&a)[4], int k) {
+        load_a<Layout::kContractionInner, Config::kPitch>(a, q_base, 0, k);
+    };
+    uint32_t q_fragments[Config::kQInRegisters ? kSteps : 1][4];
+    if constexpr (Config::kQInRegisters) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) load_q(q_fragments[k], k);
+    }
+
+    // This lane's addresses for ldmatrix in a tile at 0; other units of a chunk differ in two bits
+    const uint32_t k_lane = static_cast<uint32_t>(
+        Tile::unit_offset(first_row + warp.lane % 8 + warp.lane / 16 * 8, warp.lane / 8 % 2));
+    const uint32_t v_lane =
+        static_cast<uint32_t>(Tile::unit_offset(first_row + warp.lane % 16, warp.lane / 16));
+    const auto at_pair = [](uint32_t address, int pair) {  // of units
+        return (address ^ static_cast<uint32_t>(pair % 4 * 32)) +
+               static_cast<uint32_t>(pair / 4 * Tile::kChunkBytes);
+    };
+    unsigned char* const ring = shared.tiles();
+    const uint32_t ring_address = ptx::shared_address(ring);
+    int stage = warp.set / Config::kSetsPerTile;
+    uint32_t parity = 0;
+
+#pragma unroll 1
+    for (int tile = tiles.begin + stage; tile < tiles.end; tile += groups) {
+        const uint32_t offset =
+            static_cast<uint32_t>(stage) * BulkSharedStorage<Config>::kStageBytes;
+
+        // S = Q K^T
+        float acc_s[1][Config::kTilesN][4];
+        clear(acc_s);
+        ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            uint32_t b[4];
+            ptx::ldmatrix_x4(b, at_pair(ring_address + offset + k_lane, k));
+            if constexpr (!Config::kQInRegisters) load_q(q_fragments[0], k);
+            const auto& a = q_fragments[Config::kQInRegisters ? k : 0];
+            Element::mma(acc_s[0][0], a, b[0], b[1]);
+            Element::mma(acc_s[0][1], a, b[2], b[3]);
+        }
+        if (warp.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.k_empty[stage]));
+
+        // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
+        const int position = tile * Config::kTileKeys + first_row;
+        const int first_key = position - block.first_position;
+        const int key = first_key + 2 * (warp.lane % 4);
+        if (rows.has_terms) rows.apply_terms(acc_s, key);
+        const bool is_whole = first_key >= full.begin && first_key + 16 <= full.end;
+        if (!is_whole) rows.apply_mask(acc_s, key);
+        update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
+
+        // O += P V
+        const uint32_t p[4] = {Element::pack(acc_s[0][0][0], acc_s[0][0][1]),
+                               Element::pack(acc_s[0][0][2], acc_s[0][0][3]),
+                               Element::pack(acc_s[0][1][0], acc_s[0][1][1]),
+                               Element::pack(acc_s[0][1][2], acc_s[0][1][3])};
+        ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);
+        if (!is_whole) {
+            clear_unseen_values<Config>(ring + offset + Tile::kBytes, first_row, position,
+                                        positions, warp.lane);
+        }
+#pragma unroll
+        for (int n = 0; n < Config::kTilesD / 2; ++n) {
+            uint32_t b[4];
+            ptx::ldmatrix_x4_trans(b, at_pair(ring_address + offset + Tile::kBytes + v_lane, n));
+            Element::mma(warp.acc_o[0][2 * n], p, b[0], b[1]);
+            Element::mma(warp.acc_o[0][2 * n + 1], p, b[2], b[3]);
+        }
+        __syncwarp();
+        if (warp.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.v_empty[stage]));
+        stage += groups;
+        if (stage >= stages) stage -= stages, parity ^= 1;
+    }
+    // In base 2 from here on
+    warp.softmax.row_max[0][0] = scaled_max(warp.softmax.row_max[0][0], scale_log2);
+    warp.softmax.row_max[0][1] = scaled_max(warp.softmax.row_max[0][1], scale_log2);
+}
+
+template <class Config>
+__global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
+    bulk_split_kernel(const __grid_constant__ BulkParams bulk) {
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    const SplitParams& params = bulk.split;
+    const int sets = static_cast<int>(blockDim.x) / 32 - 1, stages = Config::stages(sets);
+    auto& shared = *reinterpret_cast<BulkSharedStorage<Config>*>(shared_bytes);
+    if (threadIdx.x == 0) {
+        if (ptx::shared_address(shared_bytes) % 1024 != 0) __trap();  // swizzling needs it
+        ptx::prefetch_tensormap(&bulk.map_k);
+        ptx::prefetch_tensormap(&bulk.map_v);
+        for (int i = 0; i < stages; ++i) {
+            ptx::mbarrier_init(ptx::shared_address(&shared.k_full[i]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&shared.v_full[i]), 1);
+            ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[i]), Config::kSetsPerTile);
+            ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[i]), Config::kSetsPerTile);
+        }
+        ptx::fence_mbarrier_init();
+    }
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    SplitBlock block;
+    if (!find_block(params, blockIdx.x, Config::kBlockM, block)) return;
+    if (bulk.in_cluster) ptx::cluster_arrive();
+    const KeyBand band{block.seqlen_k - block.seqlen_q, block.seqlen_k, params.window_left,
+                       params.window_right};
+    const int count = min(block.num_rows, Config::kBlockM);
+    const int first = block.packed_row(params.group_size, 0).row;
+    const int last = block.packed_row(params.group_size, count - 1).row;
+    const KeyRange keys{band.begin(first), band.end(last)};
+    const KeyRange full{band.begin(last), band.end(first)};
+    const KeyRange positions{keys.begin + block.first_position, keys.end + block.first_position};
+    const KeyRange tiles = split_tiles(positions, Config::kTileKeys, sets / Config::kSetsPerTile,
+                                       static_cast<int>(blockIdx.y), params.num_splits);
+    __syncthreads();  // the barriers are there
+
+    BulkWarp<Config> warp;
+    if (warp.set == sets) {
+        if (!tiles.empty()) load_kv_tiles(bulk, shared, block, positions, tiles, stages);
+        __syncthreads();
+        __syncthreads();
+    } else {
+        if (!tiles.empty()) {
+            consume_kv_tiles(shared, warp, params, block, band, positions, tiles, full);
+        }
+        share_output<Config>(shared, warp, block.num_rows);
+    }
+    if (bulk.in_cluster) {
+        store_output_of_cluster<Config>(shared, sets, params, block);
+    } else {
+        store_rows<Config>(shared, sets, params, block);
+    }
+}
+
+}  // namespace decode
+}  // namespace flash_attn_norm

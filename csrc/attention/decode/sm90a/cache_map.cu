@@ -1,0 +1,64 @@
+#include <algorithm>
+
+#include "attention/attention_device.h"
+#include "attention/decode/sm90a/bulk_config.h"
+#include "attention/decode/sm90a/cache_map.h"
+#include "attention/decode/sm90a/latent_config.h"
+#include "attention/decode/sm90a/launch.h"
+#include "attention/sm90/encode_stream_map.h"
+#include "attention/sm90/tensor_map.h"
+
+namespace flash_attn_norm {
+namespace decode {
+
+namespace {
+
+sm90::TensorShape shape_of_cache(const KvCacheAttentionParams& params, int head_dim) {
+    return sm90::TensorShape{params.cache.num_entries, params.cache.entry_rows,
+                             params.problem.num_heads_kv, head_dim};
+}
+
+/// Code for sm_90a runs on capability 9.0 and nowhere else.
+bool is_hopper() {
+    const DeviceLimits& device = attention_device_limits();
+    return device.capability_major == 9 && device.capability_minor == 0;
+}
+
+bool has_rows(const KvCacheLayout& cache) {
+    return cache.num_entries > 0 && cache.entry_rows > 0;
+}
+
+}  // namespace
+
+bool can_map_cache(const KvCacheAttentionParams& params) {
+    const AttentionProblem& problem = params.problem;
+    const KvCacheLayout& cache = params.cache;
+    return sm90::can_map_tensor(shape_of_cache(params, problem.head_dim), cache.k_strides,
+                                params.k_cache) &&
+           sm90::can_map_tensor(shape_of_cache(params, problem.head_dim_v), cache.v_strides,
+                                params.v_cache);
+}
+
+CUtensorMap cache_map(const KvCacheAttentionParams& params, const void* cache,
+                      const TensorStrides& strides, int head_dim, int rows) {
+    return sm90::encode_stream_map(
+        sm90::tensor_map_shape<64>(shape_of_cache(params, head_dim), strides, rows), cache,
+        params.problem.dtype);
+}
+
+bool bulk_takes_shapes(const KvCacheAttentionParams& params) {
+    const AttentionProblem& problem = params.problem;
+    const int larger = std::max(problem.head_dim, problem.head_dim_v);
+    return is_hopper() && larger <= 256 && packed_rows_per_sequence(problem) <= 16 &&
+           has_rows(params.cache) && bulk_copy_rows(params.cache, bulk_tile_keys(larger)) > 0;
+}
+
+bool latent_takes_shapes(const KvCacheAttentionParams& params) {
+    const AttentionProblem& problem = params.problem;
+    const KvCacheLayout& cache = params.cache;
+    return is_hopper() && problem.head_dim > 256 && problem.head_dim >= problem.head_dim_v &&
+           has_rows(cache) && (!cache.is_paged || cache.entry_rows % kLatentTileKeys == 0);
+}
+
+}  // namespace decode
+}  // namespace flash_attn_norm

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cuda.h>
+
+#include "attention/params.h"
+
+namespace flash_attn_norm {
+namespace decode {
+
+/// The map of k_cache or v_cache whose boxes are `rows` rows of a chunk of a TileLayout.
+CUtensorMap cache_map(const KvCacheAttentionParams& params, const void* cache,
+                      const TensorStrides& strides, int head_dim, int rows);
+
+}  // namespace decode
+}  // namespace flash_attn_norm

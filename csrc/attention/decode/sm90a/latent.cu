@@ -1,0 +1,57 @@
+#include <atomic>
+#include <cstdint>
+
+#include "attention/attention_device.h"
+#include "attention/decode/launch.h"
+#include "attention/decode/sm90a/cache_map.h"
+#include "attention/decode/sm90a/latent_kernel.cuh"
+#include "attention/decode/sm90a/launch.h"
+
+namespace flash_attn_norm {
+namespace decode {
+
+namespace {
+
+template <class Config>
+void launch_latent_config(const KvCacheAttentionParams& params, const SplitPlan& plan,
+                          const SplitParams& split_params, cudaStream_t stream) {
+    LatentParams latent;
+    latent.split = split_params;
+    latent.map = cache_map(params, params.k_cache, params.cache.k_strides, params.problem.head_dim,
+                           Config::kTileKeys);
+    static std::atomic<uint64_t> allowed{0};
+    const DeviceLimits& device = attention_device_limits();
+    allow_shared_memory(reinterpret_cast<const void*>(latent_split_kernel<Config>),
+                        device.shared_per_block, device.device, allowed);
+    const dim3 grid(grid_size("attention to a cache", plan.row_tiles * params.problem.num_heads_kv),
+                    static_cast<unsigned>(plan.num_splits));
+    launch_kernel<Sm90>(latent_split_kernel<Config>, grid, Config::kThreads,
+                        static_cast<int>(sizeof(LatentSharedStorage<Config>)), latent,
+                        "latent attention to a cache", stream);
+}
+
+}  // namespace
+
+SplitPlan plan_latent(const KvCacheAttentionParams& params) {
+    using Config = LatentConfig<BFloat16>;  // the types are alike
+    SplitShape shape;
+    shape.block_m = Config::kBlockM;
+    shape.tile_keys = Config::kTileKeys;
+    shape.sets = shape.more_sets = 1;
+    shape.num_sms = attention_device_limits().num_sms;
+    shape.key_bytes = 2 * params.problem.head_dim;
+    return plan_splits(params, shape);
+}
+
+void launch_latent(const KvCacheAttentionParams& params, const SplitPlan& plan,
+                   const SplitParams& split_params, cudaStream_t stream) {
+    if (plan.row_tiles == 0) return;
+    if (params.problem.dtype == DType::kBFloat16) {
+        launch_latent_config<LatentConfig<BFloat16>>(params, plan, split_params, stream);
+    } else {
+        launch_latent_config<LatentConfig<Float16>>(params, plan, split_params, stream);
+    }
+}
+
+}  // namespace decode
+}  // namespace flash_attn_norm
