@@ -1,11 +1,15 @@
 """Scores as large as masks and float16 make them: what docs/numerics.md says of their range."""
 
+import math
+
 import pytest
+import reference
 import torch
 from errors import assert_within
 
 from .comparison import allowed_errors, check, make_inputs, random_dout, run_formula, run_ours
 
+CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 HUGE_BIASES = [-1e10, 1e10, -3e9, 3e9, -1.7e38, 1.7e38]  # the last: finfo.max / 2
 HUGE_ROWS = slice(40, 46)
 
@@ -122,3 +126,29 @@ def test_products_beyond_the_range(kernel, place, head_dim, sign):
         whole = run_formula(inputs, dtype=torch.float64, softmax_scale=0.5)
         found, wanted = ours["out"][:, huge], whole["out"][:, huge]
         assert_within("out", found, wanted, rounding_error(inputs))
+
+
+@pytest.mark.parametrize("softcap", [1e-40, 1.2e-38, 1e-30, 1e30, 3e38])
+def test_extreme_softcaps(kernel, softcap):
+    inputs = make_inputs(CPU, 2, 5, 7, (4, 2), 16)
+    out = kernel.flash_attn_func(**inputs, softcap=softcap)
+    wide = {key: tensor.double() for key, tensor in inputs.items()}
+    expected, _ = reference.attention(**wide, softcap=softcap)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bias_of_the_lowest_number_hides_a_key(kernel, bf16_place, dtype):
+    """Masks of padding hold the lowest finite number, whole tiles of keys and whole rows of it."""
+    inputs = make_inputs(bf16_place, 2, 300, 300, (4, 2), 64)
+    bias = torch.randn(2, 1, 300, 300, device=bf16_place["device"]).to(dtype)
+    hidden = torch.zeros_like(bias, dtype=torch.bool)
+    hidden[0, :, :, :200] = True
+    hidden[:, :, 7] = True
+    low = {**inputs, "attn_bias": bias.masked_fill(hidden, torch.finfo(dtype).min)}
+    masked = {**inputs, "attn_bias": bias.masked_fill(hidden, -math.inf)}
+    ours = run_ours(kernel, low, deterministic=True)
+    expected = run_ours(kernel, masked, deterministic=True)
+    assert (expected["out"][:, 7] == 0).all()
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
