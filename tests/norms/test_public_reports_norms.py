@@ -88,6 +88,26 @@ def test_trained_weight_has_a_gradient(kernel, place):
     check(kernel, "rms_norm", make_inputs(place, (33, 64)))
 
 
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
+def test_parameter_that_is_away_between_the_passes(kernel, place, is_frozen):
+    # huggingface/trl#5217: sharding empties it after each use; the recomputation gathers it again.
+    whole = torch.randn(64, **place)
+    weight = torch.nn.Parameter(whole.clone(), requires_grad=not is_frozen)
+    x = torch.randn(5, 64, **place, requires_grad=True)
+    leaves = [x] if is_frozen else [x, weight]
+    expected = torch.autograd.grad(kernel.rms_norm(torch.tanh(x), weight).sum(), leaves)
+
+    def block(x):
+        weight.data = whole.clone()
+        out = kernel.rms_norm(torch.tanh(x), weight)
+        weight.data = whole.new_empty(0)
+        return out
+
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert_same_bits("gradient", leaf.grad, gradient)
+
+
 def test_rows_that_fill_no_block(kernel, place):
     # BobMcDear/attorch#18: the last rows were lost from the weight's gradient.
     inputs = make_inputs(place, (1025, 32))
