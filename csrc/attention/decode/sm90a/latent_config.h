@@ -14,8 +14,7 @@ constexpr int kLatentTileKeys = 64;
 
 /// Multi-head latent attention with its projections absorbed, on capability 9.0: values are the
 /// first columns of the keys' rows. Two warpgroups of consumers share a block of query rows, 256
-/// value columns each; both compute its scores, which costs the tensor cores less than waiting for
-/// each other would.
+/// value columns each; both compute all of its scores, so that neither waits for the other.
 template <class Element_>
 struct LatentConfig {
     using Element = Element_;
