@@ -56,19 +56,23 @@ def passes_of(kernel, cell: dict, tensors: list, options: dict) -> dict:
 
 
 def measure_features(kernel, turns: int) -> list:
-    """One figure per feature and pass, the candidates in turn."""
-    cell = {"batch_size": 4, "seqlen": 4096, "num_heads_q": 16, "num_heads_kv": 16}
-    cell.update({"head_dim": 128, "causal": True})
-    tensors = random_inputs(cell, torch.bfloat16)
+    """One figure per feature and pass at head dim 128; at 256, whose deterministic gradients take
+    other kernels on Hopper, of these alone."""
     figures = []
-    for feature, options in feature_options(cell).items():
-        passes = passes_of(kernel, cell, tensors, options())
-        for which, run in passes.items():
-            seconds = median([burst_seconds(run) for _ in range(turns)])
-            figures.append({"pass": which, "feature": feature, **cell})
-            figures[-1]["flash_attn_norm_ms"] = round(seconds * 1e3, 4)
-            print(f"{feature:30} {which:9}{seconds * 1e3:8.3f} ms", flush=True)
-        del passes
+    for heads, head_dim in ((16, 128), (8, 256)):
+        cell = {"batch_size": 4, "seqlen": 4096, "num_heads_q": heads, "num_heads_kv": heads}
+        cell.update({"head_dim": head_dim, "causal": True})
+        tensors = random_inputs(cell, torch.bfloat16)
+        for feature, options in feature_options(cell).items():
+            if head_dim != 128 and feature not in ("none", "deterministic"):
+                continue
+            passes = passes_of(kernel, cell, tensors, options())
+            for which, run in passes.items():
+                seconds = median([burst_seconds(run) for _ in range(turns)])
+                figures.append({"pass": which, "feature": feature, **cell})
+                figures[-1]["flash_attn_norm_ms"] = round(seconds * 1e3, 4)
+                print(f"d{head_dim} {feature:30} {which:9}{seconds * 1e3:8.3f} ms", flush=True)
+            del passes
     return figures
 
 
