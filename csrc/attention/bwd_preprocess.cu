@@ -46,7 +46,7 @@ BwdWorkspace BwdPlan::carve(const AttentionBwdParams& params) const {
         used += part_bytes(count, 4);
     };
     take(workspace.counters, 1);
-    take(workspace.dq_turn, heads * q_slots);
+    take(workspace.dq_turn, 2 * heads * q_slots);
     take(workspace.bias_turn, bias_in_turns ? turn_heads * q_slots * key_blocks : 0);
     workspace.counter_bytes = params.deterministic ? used : 0;
     take(workspace.lse_log2, heads * q_slots * block_m);

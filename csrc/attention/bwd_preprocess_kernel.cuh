@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     const int64_t rows = first_row < 0 ? 0 : info.seqlen_q - first_row;
 
     if (zeroed_entries == 0) {
-        if (thread == 0) workspace.dq_turn[tile.index] = 0;
+        const int64_t tiles = slots.count() * problem.num_heads_q;
+        if (thread < 2) workspace.dq_turn[thread * tiles + tile.index] = 0;
     } else if (rows > 0) {
         float4* accum = reinterpret_cast<float4*>(workspace.dq_accum + tile.index * zeroed_entries);
         for (int64_t i = thread; i < zeroed_entries / 4; i += kPreprocessThreads) {

@@ -28,7 +28,7 @@ struct AccumulatorLayout {
 /// blocks.
 struct BwdWorkspace {
     int* counters = nullptr;    // zeroed before the main kernel: ticket, dq_turn, bias_turn
-    int* dq_turn = nullptr;     // [num_heads_q, query slots] parts added (deterministic), DqState
+    int* dq_turn = nullptr;     // [2, num_heads_q, query slots] parts added in turns, or DqState
     int* bias_turn = nullptr;   // [1 | num_heads_q, query slots or blocks, key blocks] likewise
     float* lse_log2 = nullptr;  // [num_heads_q, query slots, block_m], +inf: the row has no weight
     float* delta = nullptr;     // like lse_log2: sum of dout * out, less dsoftmax_lse

@@ -30,6 +30,9 @@ enum BwdBarrier : int {
 };
 constexpr int kHandOverThreads = 128 + 32;  // of a warpgroup and the warp that takes its dQ
 
+/// Of dq_turn when sums are not in turns: what is known of a query block's dQ.
+enum DqState : int { kNoDq = 0, kDqClaimed = 1, kDqStored = 2 };
+
 /// Arguments of a main kernel.
 struct BwdArgs {
     CUtensorMap q, k, v, dout, dk, dv;

@@ -77,6 +77,9 @@ struct BwdClusterStorage {
     uint64_t dout_full, dout_free;
     uint64_t ds_full;  // the partner's dS has arrived
     uint64_t ds_free;  // the partner has used the dS that it got
+    // Of a step's parity: dQ may be written, and whether it is stored or added.
+    uint64_t dq_go[2];
+    int dq_is_first[2];
 };
 
 }  // namespace sm90

@@ -9,6 +9,7 @@
 #include "attention/sm90/bwd_cluster_config.h"
 #include "attention/sm90/bwd_score_terms.cuh"
 #include "attention/sm90/wgmma_type.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/reduction.cuh"
@@ -59,6 +60,9 @@ struct BwdClusterAddresses {
     }
     __device__ __forceinline__ uint32_t ds_full() const { return at(offsetof(Shared, ds_full)); }
     __device__ __forceinline__ uint32_t ds_free() const { return at(offsetof(Shared, ds_free)); }
+    __device__ __forceinline__ uint32_t dq_go(uint32_t parity) const {
+        return at(offsetof(Shared, dq_go) + parity * 8);
+    }
 
   private:
     __device__ __forceinline__ uint32_t at(size_t offset) const {
@@ -127,6 +131,45 @@ __device__ __forceinline__ void load_queries(const BwdClusterAddresses<Config>& 
                            shared.dout_full());
             row += Config::kBlockM;
             tile_row += Config::kBlockM;
+        }
+    }
+}
+
+/// Claims each step's half of dQ, or waits until who did has stored it, and tells the consumers.
+/// One warp. A claim is made when the step before is over, and CTAs come to query blocks in the
+/// same order: who waits at one, with its partner, holds none before it, so that the lowest one
+/// goes on.
+template <class Config>
+__device__ __forceinline__ void claim_dq(const BwdClusterAddresses<Config>& shared,
+                                         BwdClusterStorage<Config>& storage, const BwdArgs& args,
+                                         int rank) {
+    const BwdTile& tile = storage.tile;
+    const bool leader = threadIdx.x % 32 == 0;
+    const int64_t tiles = int64_t{tile.tiles_per_head} * args.params.problem.num_heads_q;
+    uint32_t count = 0;
+#pragma unroll 1
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
+        int* parts = args.workspace.dq_turn + rank * tiles + int64_t{head} * tile.tiles_per_head +
+                     tile.first_tile + tile.begin;
+#pragma unroll 1
+        for (int block = tile.begin; block < tile.end; ++block, ++parts, ++count) {
+            if (count != 0) {
+                const uint32_t last = count - 1;
+                wait_barrier(shared.q_free(static_cast<int>(last % Config::kStages)),
+                             last / Config::kStages % 2);
+            }
+            int is_first = 0;
+            if (leader) {
+                const int state = ptx::atom_acquire_cas(parts, kNoDq, kDqClaimed);
+                if (state == kDqClaimed) wait_flag(parts, kDqStored);
+                is_first = state == kNoDq;
+                storage.dq_is_first[count % 2] = is_first;
+                ptx::mbarrier_arrive(shared.dq_go(count % 2));
+            }
+            if (__shfl_sync(0xffffffffu, is_first, 0) != 0) {
+                ptx::bar_sync(kDqReady, Config::kConsumers + 32);  // all have stored
+                if (leader) ptx::red_release_add(parts, 1);
+            }
         }
     }
 }
@@ -324,6 +367,15 @@ struct BwdClusterConsumer {
         }
     }
 
+    /// Writes a warpgroup's 64 x 64 sums to memory, in register order.
+    __device__ __forceinline__ void store_sums(float* sums, const float* acc) const {
+        sums += thread * 4;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float* x = acc + 4 * i;
+            *reinterpret_cast<float4*>(sums + i * 512) = make_float4(x[0], x[1], x[2], x[3]);
+        }
+    }
     /// Adds a warpgroup's 64 x 64 sums to memory, in register order.
     __device__ __forceinline__ void add_sums(float* sums, const float* acc) const {
         sums += thread * 4;
@@ -367,6 +419,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdClusterConsumer<Config>& 
     const BwdTile& tile = storage.tile;
     const float scale_log2 = args.params.problem.softmax_scale * kLog2E;
     const bool packed = args.params.problem.is_packed();
+    const bool first_stores = args.first_stores_dq;
     const uint32_t partner = static_cast<uint32_t>(rank ^ 1);
     const int slice = consumer.warpgroup * Config::kSlices;
     const int slice_v = consumer.warpgroup * Config::kSlicesV;
@@ -452,7 +505,17 @@ __device__ __forceinline__ void consume_query_tiles(BwdClusterConsumer<Config>& 
         if (consumer.thread == 0) {
             ptx::mbarrier_arrive_remote(ptx::mapa(shared.ds_free(), partner));
         }
-        consumer.add_sums(dq_sums, dq);
+        bool is_first = false;
+        if (first_stores) {
+            wait_barrier(shared.dq_go(count % 2), count / 2 % 2);
+            is_first = storage.dq_is_first[count % 2] != 0;
+        }
+        if (is_first) {
+            consumer.store_sums(dq_sums, dq);
+            ptx::bar_arrive(kDqReady, Config::kConsumers + 32);
+        } else {
+            consumer.add_sums(dq_sums, dq);
+        }
         dq_sums += kBlockM * Config::kHeadDim;
         ptx::wgmma_wait_group<0>();
         if (consumer.thread == 0) ptx::mbarrier_arrive(shared.q_free(s));
@@ -538,6 +601,7 @@ __device__ __forceinline__ void init_barriers(const BwdClusterAddresses<Config>&
     ptx::mbarrier_init(shared.dout_full(), 1);
     ptx::mbarrier_init(shared.dout_free(), Config::kWarpgroups);
     ptx::mbarrier_init(shared.ds_full(), 1);
+    for (uint32_t i = 0; i < 2; ++i) ptx::mbarrier_init(shared.dq_go(i), 1);
     ptx::mbarrier_init(shared.ds_free(), Config::kWarpgroups);
     ptx::fence_mbarrier_init();
 }
@@ -571,6 +635,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x < 128) {
         ptx::setmaxnreg_dec<Config::kLoaderRegisters>();
         if (threadIdx.x == 0 && tile.has_queries()) load_queries(shared, tile, args);
+        if (threadIdx.x / 32 == 1 && args.first_stores_dq) {
+            claim_dq<Config>(shared, storage, args, rank);
+        }
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -53,12 +53,12 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, int num_sms) {
 BwdPassOptions bwd_pass_options(const AttentionBwdParams& params) {
     BwdPassOptions options;
     options.dependent_launch = true;
-    // The cluster kernel adds dQ from its consumers, who cannot wait for a store. Where CTAs go
-    // through the same query blocks side by side, waiting costs more than the zeros.
+    // Where CTAs go through the same query blocks side by side, waiting costs more than the zeros.
     const AttentionProblem& problem = params.problem;
-    const bool apart = problem.window_left >= 0 || problem.window_right >= 0 ||
-                       (!problem.is_packed() && !has_score_terms(problem));
-    options.first_stores_dq = std::max(problem.head_dim, problem.head_dim_v) <= 128 && apart;
+    const bool masked = problem.window_left >= 0 || problem.window_right >= 0;
+    const bool in_clusters = std::max(problem.head_dim, problem.head_dim_v) > 128;
+    options.first_stores_dq =
+        masked || (!in_clusters && !problem.is_packed() && !has_score_terms(problem));
     return options;
 }
 

@@ -121,9 +121,6 @@ __device__ __forceinline__ void load_queries(const BwdAddresses<Config>& shared,
     }
 }
 
-/// Of dq_turn when sums are not in turns: what is known of a query block's dQ.
-enum DqState : int { kNoDq = 0, kDqClaimed = 1, kDqStored = 2 };
-
 /// How one thread adds to the sums of dQ, query block after query block. `parts` is the block's
 /// entry of dq_turn.
 ///
