@@ -128,6 +128,14 @@ def test_busy_card_with_fewer_and_more_tiles_than_multiprocessors(kernel, batch_
             assert_within(name, beside[name], alone[name], 2 * step)
 
 
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (150, 20)}], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_packed_gradients_under_a_mask(kernel, head_dims, options):
+    lengths_q, lengths_k = [700, 0, 1, 129, 1500, 64, 333], [700, 5, 0, 400, 1100, 64, 1]
+    inputs = make_packed(CUDA_BF16, lengths_q, lengths_k, (8, 2), *head_dims, more_rows=70)
+    check(kernel, inputs, **options)
+
+
 @pytest.mark.parametrize("seqlens", [(700, 300), (64, 1000), (1, 1)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_query_blocks_that_no_key_block_meets(kernel, head_dim, seqlens):
