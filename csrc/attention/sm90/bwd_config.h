@@ -29,6 +29,16 @@ struct BwdConfig {
     // Whether dS of 16 queries is stored while P of the next 16 is computed, or all after all.
     static constexpr bool kStreamsScores = kBlockM == 128;
 
+    // LSE and delta are loaded this many steps of 16 queries before they are used, the first ones
+    // while the products run.
+    static constexpr int kRowsAhead = kBlockM == 128 ? 2 : kBlockM / 16;
+    // Whether a step's dQ is announced to the warp that adds it only after the next step's first
+    // products: the fence before it waits for the stores.
+    static constexpr bool kAnnouncesLate = kBlockM == 128;
+    // Steps of dK that are issued before the consumers meet over dS, so that products run
+    // meanwhile.
+    static constexpr int kEarlyDk = 2;
+
     using QLayout = TileLayout<kBlockM, kHeadDim>;  // of dO as well
     using KLayout = TileLayout<kBlockN, kHeadDim>;  // of V as well
     using SLayout = TileLayout<kBlockM, kBlockN>;   // of dS: queries x keys

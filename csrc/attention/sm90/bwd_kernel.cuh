@@ -97,7 +97,7 @@ __device__ __forceinline__ void load_queries(const BwdAddresses<Config>& shared,
             const int64_t tile_row = (first_tile + block) * Config::kBlockM;
             const int s = static_cast<int>(count % Config::kStages);
             const uint32_t parity = count / Config::kStages % 2 ^ 1;  // the first round is free
-            wait_barrier(shared.q_free(s), parity);
+            ptx::mbarrier_wait(shared.q_free(s), parity);
             ptx::mbarrier_arrive_expect_tx(shared.q_full(s), QLayout::kBytes + kRowsBytes);
 #pragma unroll 1
             for (int c = 0; c < QLayout::kChunks; ++c) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_queries(const BwdAddresses<Config>& shared,
             }
             ptx::bulk_load(shared.lse_log2(s), args.workspace.lse_log2 + tile_row, kRowsBytes,
                            shared.q_full(s));
-            wait_barrier(shared.dout_free(s), parity);
+            ptx::mbarrier_wait(shared.dout_free(s), parity);
             ptx::mbarrier_arrive_expect_tx(shared.dout_full(s), QLayout::kBytes + kRowsBytes);
 #pragma unroll 1
             for (int c = 0; c < QLayout::kChunks; ++c) {
@@ -283,13 +283,15 @@ struct BwdConsumer {
         ptx::wgmma_commit_group();
     }
 
-    /// dV += P^T dO or dK += dS^T Q, P^T or dS^T rounded in registers.
+    /// dV += P^T dO or dK += dS^T Q over the steps [kBegin, kEnd) of 16 queries, P^T or dS^T
+    /// rounded in registers.
+    template <int kBegin, int kEnd = kBlockM / 16>
     __device__ __forceinline__ void key_gradient_mma(float* acc, const uint32_t* scores,
                                                      uint32_t queries) const {
         const uint64_t b = QLayout::row_descriptor(queries);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kBlockM / 16; ++k) {
+        for (int k = kBegin; k < kEnd; ++k) {
             KeyGradientMma::template rs<kOuter>(acc, scores + 4 * k,
                                                 b + (QLayout::row_step_offset(k) >> 4), 1);
         }
@@ -334,13 +336,19 @@ struct BwdConsumer {
         }
     }
 
+    /// The LSE or delta, from `rows`, of this thread's queries of step k.
+    __device__ __forceinline__ void load_rows(float2* values, uint32_t rows, int k) const {
+        const uint32_t place = rows + static_cast<uint32_t>(lane() % 4 * 8);
+        values[2 * k] = ptx::ld_shared_v2_f32(place + 2 * k * 32);
+        values[2 * k + 1] = ptx::ld_shared_v2_f32(place + (2 * k + 1) * 32);
+    }
+
     /// S^T -> P^T in place of the rows of step k, 16 queries, and rounded in `p`.
-    __device__ __forceinline__ void probabilities(float* st, uint32_t* p, int k, int stage,
-                                                  float scale_log2) const {
-        const uint32_t lse_log2 = shared.lse_log2(stage) + static_cast<uint32_t>(lane() % 4 * 8);
+    __device__ __forceinline__ void probabilities(float* st, uint32_t* p, const float2* lse_log2,
+                                                  int k, float scale_log2) const {
 #pragma unroll
         for (int j = 2 * k; j < 2 * k + 2; ++j) {
-            const float2 l = ptx::ld_shared_v2_f32(lse_log2 + j * 32);
+            const float2 l = lse_log2[j];
             float* s = st + 4 * j;
             s[0] = ptx::ex2_approx(fmaf(s[0], scale_log2, -l.x));
             s[1] = ptx::ex2_approx(fmaf(s[1], scale_log2, -l.y));
@@ -354,11 +362,10 @@ struct BwdConsumer {
     /// dS^T = P^T (dP^T - delta) of step k, rounded, in registers and in the tile of dS: queries x
     /// keys.
     __device__ __forceinline__ void score_gradients(const float* p, const float* dp, uint32_t* ds,
-                                                    int k, int stage) const {
-        const uint32_t delta = shared.delta(stage) + static_cast<uint32_t>(lane() % 4 * 8);
+                                                    const float2* delta, int k) const {
 #pragma unroll
         for (int j = 2 * k; j < 2 * k + 2; ++j) {
-            const float2 d = ptx::ld_shared_v2_f32(delta + j * 32);
+            const float2 d = delta[j];
             const float *pj = p + 4 * j, *dpj = dp + 4 * j;
             ds[2 * j] = Element::pack(pj[0] * (dpj[0] - d.x), pj[1] * (dpj[1] - d.y));
             ds[2 * j + 1] = Element::pack(pj[2] * (dpj[2] - d.x), pj[3] * (dpj[3] - d.y));
@@ -395,8 +402,8 @@ struct BwdConsumer {
                                ds[4 * k + 2], ds[4 * k + 3]);
     }
 
-    /// dQ in register order to the buffer from which reduce_dq() takes it.
-    __device__ __forceinline__ void hand_over_dq(const float* dq, bool first) const {
+    /// dQ in register order to the buffer from which reduce_dq() takes it; announce_dq() follows.
+    __device__ __forceinline__ void store_dq(const float* dq, bool first) const {
         if (!first) ptx::bar_sync(kDqFree + warpgroup, kHandOverThreads);
         const uint32_t buffer = shared.dq(warpgroup) + static_cast<uint32_t>(thread * 16);
 #pragma unroll
@@ -404,6 +411,10 @@ struct BwdConsumer {
             ptx::st_shared_v4_f32(buffer + i * 2048, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
                                   dq[4 * i + 3]);
         }
+    }
+    /// Tells reduce_dq() that dQ lies in the buffer. The fence waits until the stores are done, so
+    /// products are issued in between.
+    __device__ __forceinline__ void announce_dq() const {
         ptx::fence_proxy_async_shared();
         ptx::bar_arrive(kDqReady + warpgroup, kHandOverThreads);
     }
@@ -447,7 +458,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
     uint32_t count = 0;  // steps so far
     int head = tile.head_begin;
 
-    if (tile.has_queries()) wait_barrier(shared.kv_full(), 0);
+    if (tile.has_queries()) ptx::mbarrier_wait(shared.kv_full(), 0);
     if (packed && tile.keys < kBlockN && tile.has_queries()) {
         const int thread = static_cast<int>(threadIdx.x) - 128;
         zero_rows<typename Config::KLayout, Config::kConsumers>(storage.k, tile.keys, thread);
@@ -460,13 +471,13 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
         const int s = static_cast<int>(count % Config::kStages);
         const uint32_t parity = count / Config::kStages % 2;
         float st[kBlockM / 2], dp[kBlockM / 2];
-        wait_barrier(shared.q_full(s), parity);
+        ptx::mbarrier_wait(shared.q_full(s), parity);
         if constexpr (decltype(masked)::value) {
             const int rows = tile.seqlen_q - block * kBlockM;
             if (packed && rows < kBlockM) {
                 using QLayout = typename Config::QLayout;
                 const int thread = static_cast<int>(threadIdx.x) - 128;
-                wait_barrier(shared.dout_full(s), parity);
+                ptx::mbarrier_wait(shared.dout_full(s), parity);
                 zero_rows<QLayout, Config::kConsumers>(storage.q[s], rows, thread);
                 zero_rows<QLayout, Config::kConsumers>(storage.dout[s], rows, thread);
                 ptx::fence_proxy_async_shared();
@@ -474,14 +485,27 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
             }
         }
         // S^T = K Q^T, dP^T = V dO^T
+        constexpr int kSteps = kBlockM / 16, kAhead = Config::kRowsAhead;
+        // P and its part of dV need not wait for dP.
+        constexpr int kEarly = Config::kStreamsScores ? kSteps / 2 : kSteps;
+        constexpr int kEarlyDv = Config::kGeneral ? 0 : kEarly;
+        float2 lse_log2[2 * kSteps], delta[2 * kSteps];
+        const auto load_lse = [&](int k) {
+            if (k < kSteps) consumer.load_rows(lse_log2, shared.lse_log2(s), k);
+        };
+        const auto load_delta = [&](int k) {
+            if (k < kSteps) consumer.load_rows(delta, shared.delta(s), k);
+        };
         consumer.scores_mma(st, shared.k(), shared.q(s));
-        wait_barrier(shared.dout_full(s), parity);
+#pragma unroll
+        for (int k = 0; k < kAhead && !Config::kGeneral; ++k) load_lse(k);
+        ptx::mbarrier_wait(shared.dout_full(s), parity);
         consumer.scores_mma(dp, shared.v(), shared.dout(s));
+        if (Config::kAnnouncesLate && count != 0) consumer.announce_dq();
         ptx::wgmma_wait_group<1>();
         if constexpr (decltype(masked)::value) consumer.mask_scores(st, tile, block);
         // P = exp2(S * scale_log2 - lse_log2), dS = P * (dP - delta)
         uint32_t p[kBlockM / 4], ds[kBlockM / 4];
-        constexpr int kSteps = kBlockM / 16;
         if constexpr (Config::kGeneral) {
             ptx::wgmma_wait_group<0>();
             consumer.meet();  // all are done with the last step's dS
@@ -492,24 +516,38 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
                 consumer.store_score_gradients(ds, k);
             }
         } else {
-            constexpr int kEarly = Config::kStreamsScores ? kSteps / 2 : kSteps;
+            const auto probabilities = [&](int k) {
+                load_lse(k + kAhead);
+                consumer.probabilities(st, p, lse_log2, k, scale_log2);
+            };
+            const auto gradients = [&](int k) {
+                load_delta(k + kAhead);
+                consumer.score_gradients(st, dp, ds, delta, k);
+            };
 #pragma unroll
-            for (int k = 0; k < kEarly; ++k) consumer.probabilities(st, p, k, s, scale_log2);
-            ptx::wgmma_wait_group<0>();
+            for (int k = 0; k < kEarly; ++k) probabilities(k);
 #pragma unroll
-            for (int k = 0; k < kSteps && !Config::kStreamsScores; ++k) {
-                consumer.score_gradients(st, dp, ds, k, s);
-            }
+            for (int k = 0; k < kAhead; ++k) load_delta(k);
+            // dV += P^T dO, the part of these steps
+            consumer.template key_gradient_mma<0, kEarlyDv>(consumer.dv, p, shared.dout(s));
+            ptx::wgmma_wait_group<1>();
+#pragma unroll
+            for (int k = 0; k < kSteps && !Config::kStreamsScores; ++k) gradients(k);
             consumer.meet();  // all are done with the last step's dS
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
-                if (k >= kEarly) consumer.probabilities(st, p, k, s, scale_log2);
-                if (Config::kStreamsScores) consumer.score_gradients(st, dp, ds, k, s);
+                if (k >= kEarly) probabilities(k);
+                if (Config::kStreamsScores) gradients(k);
                 consumer.store_score_gradients(ds, k);
             }
         }
-        // dV += P^T dO
-        consumer.key_gradient_mma(consumer.dv, p, shared.dout(s));
+        // dV, the rest
+        if constexpr (kEarlyDv < kSteps) {
+            consumer.template key_gradient_mma<kEarlyDv>(consumer.dv, p, shared.dout(s));
+        }
+        // dK += dS^T Q, a part that runs while the warpgroups meet
+        constexpr int kEarlyDk = Config::kEarlyDk;
+        consumer.template key_gradient_mma<0, kEarlyDk>(consumer.dk, ds, shared.q(s));
         ptx::fence_proxy_async_shared();
         consumer.meet();  // dS is complete
         // dQ = dS K
@@ -517,10 +555,11 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
         consumer.dq_mma(dq);
         ptx::wgmma_wait_group<1>();
         if (consumer.thread == 0) ptx::mbarrier_arrive(shared.dout_free(s));
-        // dK += dS^T Q
-        consumer.key_gradient_mma(consumer.dk, ds, shared.q(s));
+        // dK, the rest
+        consumer.template key_gradient_mma<kEarlyDk>(consumer.dk, ds, shared.q(s));
         ptx::wgmma_wait_group<1>();
-        consumer.hand_over_dq(dq, count == 0);
+        consumer.store_dq(dq, count == 0);
+        if (!Config::kAnnouncesLate) consumer.announce_dq();
         ptx::wgmma_wait_group<0>();
         if (consumer.thread == 0) ptx::mbarrier_arrive(shared.q_free(s));
         ++count;
@@ -537,6 +576,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdConsumer<Config>& consume
 #pragma unroll 1
         for (; block < end; ++block) step(block, std::true_type{});
     }
+    if (Config::kAnnouncesLate && count != 0) consumer.announce_dq();
 }
 
 /// Writes dK and dV of the CTA's keys, or adds them to those of the group's other CTAs.
