@@ -146,6 +146,27 @@ def kvcache() -> None:
                 torch.cuda.synchronize()
 
 
+def cache_tiles() -> None:
+    """Pages of whole tiles, in as many splits as there are tiles; keys that hold the values."""
+    table = torch.arange(39, -1, -1).int().view(2, 20).cuda()
+    lengths = torch.tensor([1270, 61], dtype=torch.int32).cuda()
+    calls = {"block_table": table, "cache_seqlens": lengths, "causal": True}
+    for head_dims in chosen((64, 64), (128, 128), (192, 128), (256, 256)):
+        caches = [randn(40, 64, 1, dim, grad=False) for dim in head_dims]
+        for splits in (1, 4, 20):
+            say("pages of 64", head_dims, splits)
+            q = randn(2, 1, 4, head_dims[0], grad=False)
+            kernel.flash_attn_with_kvcache(q, *caches, num_splits=splits, **calls)
+        torch.cuda.synchronize()
+    keys = randn(40, 64, 1, 576, grad=False)
+    for heads in (16, 128):
+        for splits in (1, 4):
+            say("latent", heads, splits)
+            q = randn(2, 1, heads, 576, grad=False)
+            kernel.flash_attn_with_kvcache(q, keys, keys[..., :512], num_splits=splits, **calls)
+        torch.cuda.synchronize()
+
+
 def norms() -> None:
     for hidden_size in (100, 128, 1024, 4096, 16384, 65536):
         for rows in (3, 200):
@@ -157,7 +178,13 @@ def norms() -> None:
                 run(kernel.layer_norm, {**inputs, "bias": randn(hidden_size)})
 
 
-GROUPS = {"attention": attention, "portable": portable, "kvcache": kvcache, "norms": norms}
+GROUPS = {
+    "attention": attention,
+    "portable": portable,
+    "kvcache": kvcache,
+    "cache_tiles": cache_tiles,
+    "norms": norms,
+}
 
 if __name__ == "__main__":
     torch.manual_seed(0)
