@@ -24,6 +24,7 @@ import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,13 +50,22 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("variant", help="a name in build/, or a variant's folder")
     parser.add_argument("--build-dir", type=Path, help="folder of the variants, default build/")
+    parser.add_argument(
+        "--parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="run up to N test suites at a time (default 1; a GPU machine has cores for more)",
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.parallel < 1:
+        parser.error(f"--parallel must be at least 1, was {options.parallel}")
     try:
         folder = (options.build_dir or options.root / "build") / options.variant
         variant = read_variant(folder if folder.is_dir() else Path(options.variant))
         command = f"python -m tools.gate {shlex.join(sys.argv[1:])}"
-        record = run_gate(variant, options.root.resolve(), command)
+        record = run_gate(variant, options.root.resolve(), command, options.parallel)
         path = record_path(variant, record.torch)
         write_record(path, record)
     except BuildError as error:
@@ -65,8 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if record.passed else 1
 
 
-def run_gate(variant: BuiltVariant, root: Path, command: str) -> GateRecord:
+def run_gate(variant: BuiltVariant, root: Path, command: str, parallel: int = 1) -> GateRecord:
     """Runs every check of the gate, in fresh processes, and returns the record, passed or not.
+
+    Up to `parallel` test suites run at a time; the record has them in the same order.
 
     Raises:
         BuildError: the gate cannot run here, or the files are not those that were built.
@@ -84,8 +96,12 @@ def run_gate(variant: BuiltVariant, root: Path, command: str) -> GateRecord:
             looked = _look(folder, root, environment, repo_id, device)
             checks = [Check(**check) for check in looked["checks"]]
             if all(check.passed for check in checks):
-                for name, suite in suites(looked["api"]).items():
-                    checks.append(_run_suite(name, suite, root, folder, environment, device))
+
+                def run_suite(named: tuple[str, str]) -> Check:
+                    return _run_suite(*named, root, folder, environment, device)
+
+                with ThreadPoolExecutor(parallel) as pool:
+                    checks += pool.map(run_suite, suites(looked["api"]).items())
     return GateRecord(
         variant=variant.name,
         digest=variant.digest,

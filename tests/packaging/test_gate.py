@@ -12,8 +12,8 @@ from tools.built import read_variant
 from tools.gate_record import REQUIRED, read_record
 
 
-def gate(ready, variant: str = CPU) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "tools.gate", variant, "--root", str(ready.root)]
+def gate(ready, variant: str = CPU, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "tools.gate", variant, "--root", str(ready.root), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
@@ -41,17 +41,25 @@ def test_a_pass(ready):
     assert ready.release("--to", str(ready.root.parent / "store"))[0] == 0
 
 
-def test_suites_that_fail_or_run_nothing(ready):
+@pytest.mark.parametrize("arguments", [(), ("--parallel", "3")], ids=["in turn", "at a time"])
+def test_suites_that_fail_or_run_nothing(ready, arguments):
     skipped = "import pytest\n@pytest.mark.skip\ndef test_it():\n    pass\n"
     ready.write("tests/norms/test_norms.py", skipped)
     ready.write("tests/attention/test_gqa_backward.py", "def test_it():\n    assert False\n")
-    result = gate(ready)
+    result = gate(ready, CPU, *arguments)
     assert result.returncode == 1
     record = record_of(ready)
     assert not record.passed
+    assert [check.name for check in record.checks] == list(REQUIRED)
     failed = {check.name: check.detail for check in record.checks if not check.passed}
     assert failed == {"gqa backward": "1 failures", "norms": "1 skipped"}
     assert "failed (gqa backward, norms)" in result.stdout
+
+
+def test_no_suite_at_a_time(ready):
+    result = gate(ready, CPU, "--parallel", "0")
+    assert result.returncode == 2
+    assert "--parallel must be at least 1, was 0" in result.stderr
 
 
 def test_a_variant_that_does_not_load(ready):
