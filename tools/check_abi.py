@@ -11,6 +11,8 @@ from kernel_abi_check import ObjectFile
 from .symbols import demangle
 
 MANYLINUX = "manylinux_2_28"
+# The newest versions of symbols that it allows (PEP 600; auditwheel's policy of that name).
+_NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 PYTHON_ABI = "3.9"
 
 # torch and the CUDA runtime come with torch itself; the rest is any manylinux system's.
@@ -43,6 +45,7 @@ def check_library(path: Path) -> list[str]:
         elf = ELFFile(stream)
         needed = [tag.needed for tag in elf.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")]
         foreign = [name for name in _unversioned_imports(elf) if not _UNVERSIONED_OK.match(name)]
+        problems += [text for text in _too_new_imports(elf) if text not in problems]
     problems += [
         f"depends on {name}, which not every system with torch has"
         for name in needed
@@ -66,6 +69,29 @@ def _check_limits(path: Path) -> list[str]:
         for violation in object_file.check_python_abi(PYTHON_ABI)
     ]
     return problems
+
+
+def _too_new_imports(elf: ELFFile) -> list[str]:
+    """What is newer than ``_NEWEST``; kernel_abi_check misses functions of libm."""
+    needs = elf.get_section_by_name(".gnu.version_r")
+    if needs is None:
+        return []
+    too_new = {}
+    for _, versions in needs.iter_versions():
+        for version in versions:
+            family, _, number = version.name.rpartition("_")
+            if family not in _NEWEST or not re.fullmatch(r"[\d.]+", number):
+                continue  # GLIBC_PRIVATE and the like
+            if tuple(map(int, number.split("."))) > _NEWEST[family]:
+                too_new[version["vna_other"]] = version.name
+    of_symbol = elf.get_section_by_name(".gnu.version")
+    symbols = enumerate(elf.get_section_by_name(".dynsym").iter_symbols())
+    imports = [(symbol.name, of_symbol.get_symbol(index)["ndx"]) for index, symbol in symbols]
+    return [
+        f"{MANYLINUX}: needs {name} of {too_new[version]}"
+        for name, version in imports
+        if version in too_new
+    ]
 
 
 def _unversioned_imports(elf: ELFFile) -> list[str]:

@@ -86,3 +86,13 @@ def test_finds_a_foreign_dependency(library):
 def test_finds_a_libc_symbol_that_is_too_new(library):
     path = library("#include <dlfcn.h>\nvoid* f() { return dlopen(nullptr, RTLD_NOW); }")
     assert "manylinux_2_28: needs dlopen of GLIBC_2.34" in check_library(path)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, platform.libc_ver()[1].split("."))) < (2, 29),
+    reason="this libc is not newer than the limit",
+)
+def test_finds_a_libm_symbol_that_is_too_new(library):
+    """huggingface/lerobot#2219: a library that asks for a newer glibc than the machine has."""
+    path = library("#include <cmath>\ndouble f(double x) { return std::exp2(x); }", "-lm")
+    assert check_library(path) == ["manylinux_2_28: needs exp2 of GLIBC_2.29"]

@@ -178,7 +178,7 @@ double sink_gradient(const BwdPlan& plan, const BwdScratch& scratch, int64_t hea
     const double sink_log2 = static_cast<double>(sink_of(plan.problem, head)) * kLog2e;
     double sum = 0.0;
     for (int64_t row = 0; row < rows; ++row) {
-        sum -= std::exp2(sink_log2 - scratch.lse_log2[row]) * scratch.delta[row];
+        sum -= power_of_two(sink_log2 - scratch.lse_log2[row]) * scratch.delta[row];
     }
     return sum;
 }

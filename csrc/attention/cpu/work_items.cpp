@@ -58,9 +58,28 @@ float sink_of(const AttentionProblem& problem, int64_t head) {
     return -INFINITY;
 }
 
+namespace {
+
+constexpr double kLn2 = 0.6931471805599453;
+
+/// Its own for the reason of power_of_two.
+double natural_logarithm(double x) {
+    int exponent = 0;
+    const double mantissa = std::frexp(x, &exponent);
+    return std::log1p(mantissa - 1.0) + exponent * kLn2;
+}
+
+}  // namespace
+
+double power_of_two(double x) {
+    if (x < -1100.0) return 0.0;  // below the smallest double
+    if (!(x < 1100.0)) return x;  // above the largest; NaN
+    const double whole = std::nearbyint(x);
+    return std::ldexp(1.0 + std::expm1((x - whole) * kLn2), static_cast<int>(whole));
+}
+
 void finish_softmax(const AttentionProblem& problem, int64_t head, int rows, const float* row_max,
                     const float* row_sum, float* factors, float* lse) {
-    constexpr double kLn2 = 0.6931471805599453;
     const double sink_log2 = static_cast<double>(sink_of(problem, head)) / kLn2;
     const double scale_log2 = scale_log2_of(problem);
     for (int r = 0; r < rows; ++r) {
@@ -71,10 +90,10 @@ void finish_softmax(const AttentionProblem& problem, int64_t head, int rows, con
             lse[r] = -INFINITY;
             continue;
         }
-        const double correction = std::exp2(old_max - new_max);
-        const double sum = row_sum[r] * correction + std::exp2(sink_log2 - new_max);
+        const double correction = power_of_two(old_max - new_max);
+        const double sum = row_sum[r] * correction + power_of_two(sink_log2 - new_max);
         factors[r] = static_cast<float>(correction / sum);
-        lse[r] = static_cast<float>((new_max + std::log2(sum)) * kLn2);
+        lse[r] = static_cast<float>(new_max * kLn2 + natural_logarithm(sum));
     }
 }
 

@@ -99,6 +99,10 @@ float scale_log2_of(const AttentionProblem& problem);
 /// The sink's logit of one head; -inf if there is none.
 float sink_of(const AttentionProblem& problem, int64_t head);
 
+/// std::exp2, whose version in glibc is of 2.29, as those of log and log2 are: later than
+/// manylinux_2_28 allows.
+double power_of_two(double x);
+
 /// What is left to do of `rows` rows after their last key: lse with the sink's share, and factors,
 /// which turn the sums of weighted values into outputs. row_max and row_sum as in SoftmaxState.
 void finish_softmax(const AttentionProblem& problem, int64_t head, int rows, const float* row_max,
