@@ -5,14 +5,20 @@
 
 On a GPU a figure is the median time of CUDA graph replays in which one pass runs over several sets
 of random inputs, more than the L2 holds; GB/s count the fewest bytes the pass must move, and
-`of_roof` is their share of what torch.add(x, y, out=z) over several GB moves in the same run. The
-peers are torch's functions, the same formula under torch.compile, and Liger's kernels (LinkedIn's,
-from the liger-kernel package). On the CPU the candidates take turns.
+`of_roof` is their share of what torch.add(x, y, out=z) over several GB moves in the same run.
+`elementwise_us` is what torch's elementwise kernel takes that reads and writes as many tensors of
+this shape: what a kernel without any sums reaches at this size. The peers are torch's functions,
+the same formula under torch.compile, and Liger's kernels (LinkedIn's, from the liger-kernel
+package); what torch.compile needs is compiled before, several shapes at a time. On the CPU the
+candidates take turns.
 
-Writes benchmarks/results/norms_<device>.json.
+Writes benchmarks/results/norms_<device>.json, on a GPU after each shape.
 """
 
 import argparse
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -138,17 +144,15 @@ def graph_times(run, repeats: int, stream=None) -> list:
 
 
 def time_pass(function, sets, name, which, repeats) -> float:
-    """Median seconds of one pass over one set."""
+    """Median seconds of one pass over one set. Both passes keep what gradients need."""
     used = slice(0, 2 if name == "add_rms" else 1)
     stream = torch.cuda.Stream()
     if which == "forward":
 
         def run():
-            with torch.no_grad():
-                return [function(*inputs) for inputs, _ in sets]
+            return [function(*inputs) for inputs, _ in sets]
 
     else:
-        wanted = {"rms": (0, 2), "layer": (0, 2, 3), "add_rms": (0, 1, 2)}[name]
         # On the stream of the capture: a backward pass runs where its forward pass ran.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -156,13 +160,35 @@ def time_pass(function, sets, name, which, repeats) -> float:
 
         def run():
             return [
-                torch.autograd.grad(
-                    outs, [inputs[i] for i in wanted], douts[used], retain_graph=True
-                )
+                gradients(outs, inputs, douts[used], name)
                 for outs, (inputs, douts) in zip(outputs, sets, strict=True)
             ]
 
     return median(graph_times(run, repeats, stream)) / len(sets)
+
+
+def gradients(outputs, inputs, douts, name) -> tuple:
+    wanted = {"rms": (0, 2), "layer": (0, 2, 3), "add_rms": (0, 1, 2)}[name]
+    return torch.autograd.grad(outputs, [inputs[i] for i in wanted], douts, retain_graph=True)
+
+
+def time_elementwise(sets, name, which, repeats) -> float:
+    """Median seconds in which torch's elementwise kernel reads and writes as many tensors."""
+    outs = [torch.empty_like(douts[0]) for _, douts in sets]
+
+    def run():
+        for (inputs, douts), out in zip(sets, outs, strict=True):
+            x, residual = (t.detach() for t in inputs[:2])
+            if which == "backward" and name == "add_rms":
+                torch.addcmul(x, residual, douts[0], out=out)
+            elif which == "backward":
+                torch.add(x, douts[0], out=out)
+            else:
+                torch.neg(x, out=out)
+
+    # The forward pass with a residual moves twice what the one without does.
+    factor = 2 if which == "forward" and name == "add_rms" else 1
+    return factor * median(graph_times(run, repeats)) / len(sets)
 
 
 def roof_gb_per_s(device) -> float:
@@ -173,40 +199,77 @@ def roof_gb_per_s(device) -> float:
     return 3 * x.nbytes / seconds / 1e9
 
 
+def compile_ahead(args) -> None:
+    """Fills torch.compile's cache, each shape in a process of its own: one takes some seconds."""
+    command = [sys.executable, "-m", "benchmarks.norms", "--device", "cuda", "--only-compile"]
+    command += ["--build", str(args.build), "--norms", *args.norms, "--dtypes", *args.dtypes]
+    processes = [
+        subprocess.Popen(
+            [*command, "--shapes", f"{rows}x{hidden_size}"],
+            cwd=ROOT,
+            env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        )
+        for rows, hidden_size in args.shapes
+    ]
+    for process in processes:
+        process.wait()
+
+
+def only_compile(args) -> None:
+    functions = compiled()
+    for dtype in args.dtypes:
+        for rows, hidden_size in args.shapes:
+            ((inputs, douts),) = make_sets(rows, hidden_size, DTYPES[dtype], "cuda", 1)
+            for name in args.norms:
+                outputs = functions[name](*inputs)
+                gradients(outputs, inputs, douts[: len(outputs)], name)
+    torch.cuda.synchronize()
+
+
 def measure_cuda(kernel, args, save) -> list:
     """Calls save(figures so far) after each shape, so that a run cut short leaves its record."""
     device = torch.device("cuda")
     candidates = {"flash_attn_norm": ours(kernel), **find_peers(args.peers)}
+    if "torch_compile" in candidates:
+        compile_ahead(args)
     roof = roof_gb_per_s(device)
     print(f"roof: torch.add at {roof:.0f} GB/s", flush=True)
     figures = [{"pass": "roof", "gb_per_s": round(roof, 1)}]
     for dtype in args.dtypes:
         for rows, hidden_size in [tuple(shape) for shape in args.shapes]:
-            tensor_bytes = rows * hidden_size * DTYPES[dtype].itemsize
-            # Several times the L2's 50 to 60 MB, and no more than 30 calls in a graph.
-            num_sets = max(3, min(30, int(600e6 / tensor_bytes)))
-            sets = make_sets(rows, hidden_size, DTYPES[dtype], device, num_sets)
-            if "torch_compile" in candidates:
-                torch._dynamo.reset()  # after a few shapes it would leave a function uncompiled
-            for name in args.norms:
-                for which in ("forward", "backward"):
-                    figure = {
-                        "norm": name,
-                        "pass": which,
-                        "dtype": dtype,
-                        "rows": rows,
-                        "hidden_size": hidden_size,
-                    }
-                    moved = TENSORS[name, which] * tensor_bytes
-                    for candidate, functions in candidates.items():
-                        seconds = time_pass(functions[name], sets, name, which, args.repeats)
-                        figure[f"{candidate}_us"] = round(seconds * 1e6, 2)
-                        if candidate == "flash_attn_norm":
-                            figure["gb_per_s"] = round(moved / seconds / 1e9, 1)
-                            figure["of_roof"] = round(moved / seconds / 1e9 / roof, 3)
-                    figures.append(figure)
-                    print_figure(figure)
-            del sets
+            figures += measure_shape(candidates, rows, hidden_size, dtype, roof, args)
+            save(figures)
+    return figures
+
+
+def measure_shape(candidates, rows, hidden_size, dtype, roof, args) -> list:
+    figures = []
+    tensor_bytes = rows * hidden_size * DTYPES[dtype].itemsize
+    # Several times the L2's 50 to 60 MB, and no more than 30 calls in a graph.
+    num_sets = max(3, min(30, int(600e6 / tensor_bytes)))
+    sets = make_sets(rows, hidden_size, DTYPES[dtype], torch.device("cuda"), num_sets)
+    if "torch_compile" in candidates:
+        torch._dynamo.reset()  # after a few shapes it would leave a function uncompiled
+    for name in args.norms:
+        for which in ("forward", "backward"):
+            figure = {
+                "norm": name,
+                "pass": which,
+                "dtype": dtype,
+                "rows": rows,
+                "hidden_size": hidden_size,
+            }
+            moved = TENSORS[name, which] * tensor_bytes
+            for candidate, functions in candidates.items():
+                seconds = time_pass(functions[name], sets, name, which, args.repeats)
+                figure[f"{candidate}_us"] = round(seconds * 1e6, 2)
+                if candidate == "flash_attn_norm":
+                    figure["gb_per_s"] = round(moved / seconds / 1e9, 1)
+                    figure["of_roof"] = round(moved / seconds / 1e9 / roof, 3)
+            seconds = time_elementwise(sets, name, which, args.repeats)
+            figure["elementwise_us"] = round(seconds * 1e6, 2)
+            figures.append(figure)
+            print_figure(figure)
     return figures
 
 
@@ -291,12 +354,15 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--no-record", action="store_true", help="print only")
+    parser.add_argument("--only-compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     is_cpu = args.device == "cpu"
     args.dtypes = args.dtypes or (["float32", "bfloat16"] if is_cpu else ["bfloat16"])
     args.shapes = args.shapes or (CPU_SHAPES if is_cpu else SHAPES + FEW_ROWS)
 
     torch.manual_seed(0)
+    if args.only_compile:
+        return only_compile(args)
     kernel = get_local_kernel(args.build)
 
     def save(figures: list) -> Path:

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
-#include "ptx/global_memory.cuh"
+#include "ptx/global_load.cuh"
 #include "ptx/math.cuh"
 #include "ptx/packed_math.cuh"
 
@@ -162,16 +162,14 @@ struct PackWords {
 #pragma unroll
         for (int i = 0; i < kWords; ++i) words[i] = pack<kDType>(values + i * kPerWord);
     }
-    /// For inputs that are read once; zeros unless `is_inside`.
+    /// For inputs; zeros unless `is_inside`.
     __device__ __forceinline__ void load(const void* tensor, int64_t index, bool is_inside) {
         const char* address = static_cast<const char*>(tensor) + index * size_of(kDType);
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
             words[i] = make_uint4(0, 0, 0, 0);
             if (!is_inside) continue;
-            // The two halves of 32 bytes share sectors: the second finds them in the L1.
-            words[i] = kWords == 1 ? ptx::ld_global_nc_no_allocate(address)
-                                   : __ldg(reinterpret_cast<const uint4*>(address + 16 * i));
+            words[i] = ptx::ld_global_nc(address + 16 * i);
         }
     }
     __device__ __forceinline__ void store(void* tensor, int64_t index) const {

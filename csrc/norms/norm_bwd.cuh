@@ -340,6 +340,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     const ThreadSmem thread_smem(dynamic_smem);
     const BwdStages<Config> stages(thread_smem, params);
     const int num_stages = kernel_params.num_stages;
+    reducer.wait_for_cluster();
     wait_for_earlier_kernels<typename Config::Arch>();
 
     const int first_step = reducer.block();

@@ -89,6 +89,63 @@ __device__ __forceinline__ void loop_dx(const NormBwdParams& params, RowReducer<
     }
 }
 
+/// A thread's part of the sums for dweight and dbias of a column: every num_groups-th row from
+/// first_row on, kAtOnce rows requested before the first is used.
+template <DType kXDType, DType kSumDType, int kAtOnce>
+__device__ __forceinline__ void sum_column_rows(const NormBwdParams& params, int64_t first_row,
+                                                int64_t end_row, int num_groups, int64_t column,
+                                                float (&sums)[2]) {
+    const NormProblem& problem = params.problem;
+    const Rounding rounding(problem);
+    for (int64_t first = first_row; first < end_row; first += kAtOnce * num_groups) {
+        // Past the end lies the first row again, which exists and is not counted: a branch around
+        // a load would have it wait for the one before.
+        bool is_row[kAtOnce];
+        int64_t rows[kAtOnce], dout_offsets[kAtOnce], sum_offsets[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            is_row[i] = first + i * num_groups < end_row;
+            rows[i] = is_row[i] ? first + i * num_groups : first;
+            dout_offsets[i] = row_offset(problem.rows, params.dout_strides, rows[i]) + column;
+            sum_offsets[i] = row_offset(problem.rows, params.sum_strides, rows[i]) + column;
+        }
+        float dout[kAtOnce][1], sum[kAtOnce][1], mean[kAtOnce], rstd[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            load_as_floats<1>(params.dout, kXDType, dout_offsets[i], dout[i]);
+            load_as_floats<1>(params.sum, kSumDType, sum_offsets[i], sum[i]);
+            rstd[i] = params.rstd[rows[i]];
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) mean[i] = 0.0f;
+        if (problem.is_layer_norm) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) mean[i] = params.mean[rows[i]];
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (!is_row[i]) break;
+            float xhat = (sum[i][0] - mean[i]) * rstd[i];
+            if (rounding.xhat) xhat = round_to<kXDType>(xhat);
+            sums[0] = fmaf(dout[i][0], xhat, sums[0]);
+            sums[1] += dout[i][0];
+        }
+    }
+}
+
+template <DType kXDType, DType kSumDType>
+__device__ __forceinline__ void sum_column(const NormBwdParams& params, int64_t first_row,
+                                           int64_t end_row, int num_groups, int64_t column,
+                                           float (&sums)[2]) {
+    if (end_row - first_row <= num_groups) {
+        sum_column_rows<kXDType, kSumDType, 1>(params, first_row, end_row, num_groups, column,
+                                               sums);
+    } else {
+        sum_column_rows<kXDType, kSumDType, 4>(params, first_row, end_row, num_groups, column,
+                                               sums);
+    }
+}
+
 /// The sums for dweight and dbias of a tile of columns over a run of rows: one of the partial sums,
 /// or the gradients where there is one run only.
 template <DType kXDType>
@@ -98,7 +155,6 @@ __device__ __forceinline__ void loop_columns(const NormBwdKernelParams& kernel_p
     __shared__ float smem[2][kMaxGroups][kTileColumns];
     const NormBwdParams& params = kernel_params.params;
     const NormProblem& problem = params.problem;
-    const Rounding rounding(problem);
     const int thread = threadIdx.y * blockDim.x + threadIdx.x;
     const int lane = thread % kTileColumns;
     const int group = thread / kTileColumns;
@@ -112,21 +168,13 @@ __device__ __forceinline__ void loop_columns(const NormBwdKernelParams& kernel_p
     const bool is_column = column < problem.hidden_size;
 
     float sums[2] = {0.0f, 0.0f};
-#pragma unroll 8  // so that eight rows are requested before the first is used
-    for (int64_t row = first_row + group; row < end_row; row += num_groups) {
-        float dout[1] = {0.0f};
-        float xhat[1] = {0.0f};
-        if (is_column) {
-            load_as_floats<1>(params.dout, kXDType,
-                              row_offset(problem.rows, params.dout_strides, row) + column, dout);
-            load_as_floats<1>(params.sum, problem.sum_dtype,
-                              row_offset(problem.rows, params.sum_strides, row) + column, xhat);
-        }
-        const float mean = problem.is_layer_norm ? params.mean[row] : 0.0f;
-        xhat[0] = (xhat[0] - mean) * params.rstd[row];
-        if (rounding.xhat) xhat[0] = round_to<kXDType>(xhat[0]);
-        sums[0] = fmaf(dout[0], xhat[0], sums[0]);
-        sums[1] += dout[0];
+    const int64_t read_column = is_column ? column : 0;
+    if (problem.sum_dtype == kXDType) {
+        sum_column<kXDType, kXDType>(params, first_row + group, end_row, num_groups, read_column,
+                                     sums);
+    } else {
+        sum_column<kXDType, DType::kFloat32>(params, first_row + group, end_row, num_groups,
+                                             read_column, sums);
     }
     smem[0][group][lane] = sums[0];
     smem[1][group][lane] = sums[1];
@@ -147,7 +195,7 @@ __device__ __forceinline__ void loop_columns(const NormBwdKernelParams& kernel_p
 
 /// The first num_dx_ctas CTAs compute dx, the others the sums. At least two warps a CTA.
 template <DType kXDType, int kWidth, class Arch>
-__global__ void __launch_bounds__(kLoopThreads)
+__global__ void __launch_bounds__(kLoopThreads, 2)
     norm_bwd_loop_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
     __shared__ RowSumStorage<Arch> smem;
     RowReducer<Arch> reducer(smem);

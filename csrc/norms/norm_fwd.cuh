@@ -29,15 +29,18 @@ struct FwdConfig {
     static constexpr int kMinCtas = kSumDType != kXDType              ? 1
                                     : kVecs > 4 && Arch::kHasClusters ? 3
                                                                       : 2;
-    /// The weight is requested before the row sums where there are registers for it. LayerNorm has
-    /// none, and finds weight and bias in the L1.
-    static constexpr bool kLoadsWeightEarly = !kLayerNorm && kVecs <= 4;
+    static_assert(kVecs <= 4 || kSumDType == kXDType, "a float32 sum has a residual");
+    /// Weight and bias are requested before the row sums where there are registers for them;
+    /// elsewhere they come from the L1.
+    static constexpr bool kLoadsFactorsEarly = kVecs <= (kLayerNorm ? 2 : 4);
+    /// 8 packs a thread leave registers for the usual problem alone, see is_usual_problem.
+    static constexpr bool kTakesAll = kVecs <= 4;
 
     using XPack = PackWords<kPack, kXDType>;
     /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
     using SumPack = PackWords<kPack, kSumDType>;
     using SumTile = SumPack[kVecs];
-    using WeightTile = uint4[kLoadsWeightEarly ? kVecs : 1];
+    using FactorTile = uint4[kLoadsFactorsEarly ? kVecs : 1];
 };
 
 /// x + residual, rounded to the sum's dtype. A few packs at a time: with all of the residual beside
@@ -82,7 +85,7 @@ __device__ __forceinline__ void load_sum(const NormFwdParams& params, const Row&
     for (int v = 0; v < Config::kVecs; ++v) {
         x[v].load(params.x, start + columns.column(v), row.is_inside && columns.is_inside(v));
     }
-    if (params.residual == nullptr) {
+    if (!Config::kTakesAll || params.residual == nullptr) {
 #pragma unroll
         for (int v = 0; v < Config::kVecs; ++v) convert(x[v], sum[v]);
     } else if (Config::kSumDType == Config::kXDType || params.residual_dtype == Config::kXDType) {
@@ -156,6 +159,19 @@ __device__ __forceinline__ float row_stats(const NormProblem& problem, const Rou
     return row_rstd<Config::kXDType>(problem, rounding, squares[0]);
 }
 
+/// Weight and, in LayerNorm, bias are there in the dtype of x, and nothing is added to the weight.
+FAN_HOST_DEVICE bool has_factors_of_x(const NormFwdParams& params) {
+    const NormProblem& problem = params.problem;
+    const bool has_weight = problem.weight != nullptr && problem.weight_offset == 0.0f &&
+                            problem.weight_dtype == problem.x_dtype;
+    const bool has_bias = params.bias != nullptr && params.bias_dtype == problem.x_dtype;
+    return has_weight && has_bias == problem.is_layer_norm;
+}
+
+FAN_HOST_DEVICE bool is_usual_problem(const NormFwdParams& params) {
+    return params.residual == nullptr && has_factors_of_x(params);
+}
+
 /// How xhat becomes out; one loop for each, so that the first two have no branches.
 ///   kProduct: xhat is rounded to the 16-bit dtype that x and the weight share, then multiplied.
 ///   The
@@ -168,11 +184,7 @@ template <class Config>
 __device__ __forceinline__ OutFormula out_formula(const NormFwdParams& params,
                                                   const Rounding& rounding) {
     constexpr bool kHasXhat = Config::kXDType == Config::kSumDType;
-    const NormProblem& problem = params.problem;
-    const bool has_weight = problem.weight != nullptr && problem.weight_offset == 0.0f &&
-                            problem.weight_dtype == Config::kXDType;
-    const bool has_bias = params.bias != nullptr && params.bias_dtype == Config::kXDType;
-    if (!has_weight || has_bias != Config::kLayerNorm) return OutFormula::kGeneral;
+    if (Config::kTakesAll && !has_factors_of_x(params)) return OutFormula::kGeneral;
     const bool rounds = kHasXhat && Config::kXDType != DType::kFloat32 && rounding.xhat;
     return rounds && !Config::kLayerNorm ? OutFormula::kProduct : OutFormula::kSameDtype;
 }
@@ -183,6 +195,26 @@ __device__ __forceinline__ uint4 load_pack(const void* array, int column) {
     return *reinterpret_cast<const uint4*>(static_cast<const char*>(array) +
                                            column * size_of(kDType));
 }
+
+/// Packs of weight and bias that are requested before the row sums.
+template <class Config>
+struct EarlyFactors {
+    typename Config::FactorTile weight;
+    typename Config::FactorTile bias;
+
+    __device__ __forceinline__ EarlyFactors(const NormFwdParams& params, OutFormula formula,
+                                            const RowColumns<Config>& columns) {
+        if constexpr (Config::kLoadsFactorsEarly) {
+            if (formula == OutFormula::kGeneral) return;
+#pragma unroll
+            for (int v = 0; v < Config::kVecs; ++v) {
+                const int column = columns.column_inside(v);
+                weight[v] = load_pack<Config::kXDType>(params.problem.weight, column);
+                if (Config::kLayerNorm) bias[v] = load_pack<Config::kXDType>(params.bias, column);
+            }
+        }
+    }
+};
 
 /// Multiplies xhat with the weight and adds the bias, as kGeneral says. Not adding a bias where
 /// there is none keeps a value of -0.
@@ -205,38 +237,57 @@ __device__ __forceinline__ void apply_factors(const NormFwdParams& params, const
     for (int i = 0; i < Config::kPack; ++i) values[i] += bias[i];
 }
 
+/// xhat of a pack of the sum, before it is rounded. For 16-bit sums LayerNorm's is rounded once,
+/// not twice: what that changes is no more than the rounding of the mean itself.
+template <class Config>
+__device__ __forceinline__ void normalize(const typename Config::SumPack& sum, float mean,
+                                          float rstd, float* values) {
+    constexpr bool kRoundsOnce = Config::kLayerNorm && Config::kSumDType != DType::kFloat32;
+    const float shift = -mean * rstd;
+    sum.get(values);
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) {
+        if (kRoundsOnce) {
+            values[i] = fmaf(values[i], rstd, shift);
+        } else {
+            values[i] = __fmul_rn(Config::kLayerNorm ? values[i] - mean : values[i], rstd);
+        }
+    }
+}
+
 template <class Config, OutFormula kFormula>
 __device__ __forceinline__ void store_out(const NormFwdParams& params, const Rounding& rounding,
                                           const Row& row, const RowColumns<Config>& columns,
-                                          const typename Config::WeightTile& early_weight,
+                                          const EarlyFactors<Config>& early,
                                           const typename Config::SumTile& sum, float mean,
                                           float rstd) {
     constexpr DType kXDType = Config::kXDType;
+    constexpr bool kIsEarly = Config::kLoadsFactorsEarly;
+    constexpr bool kHasBranch = kIsEarly || kFormula == OutFormula::kGeneral;
     const int64_t start = row.index * params.problem.hidden_size;
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
-        if (!row.is_inside || !columns.is_inside(v)) continue;
-        const int column = columns.column(v);
-        const auto weight_words = [&] {
-            return Config::kLoadsWeightEarly ? early_weight[Config::kLoadsWeightEarly ? v : 0]
-                                             : load_pack<kXDType>(params.problem.weight, column);
+        const bool is_inside = row.is_inside && columns.is_inside(v);
+        // Factors that are loaded here must not wait for the pack before behind a branch.
+        if (kHasBranch && !is_inside) continue;
+        const int column = kHasBranch ? columns.column(v) : columns.column_inside(v);
+        const auto factor_words = [&](const uint4* early_words, const void* array) {
+            return kIsEarly ? early_words[kIsEarly ? v : 0] : load_pack<kXDType>(array, column);
         };
         typename Config::XPack out;
         float values[Config::kPack];
-        sum[v].get(values);
-#pragma unroll
-        for (int i = 0; i < Config::kPack; ++i) {
-            if (Config::kLayerNorm) values[i] -= mean;
-            values[i] = __fmul_rn(values[i], rstd);
-        }
+        normalize<Config>(sum[v], mean, rstd, values);
         if constexpr (kFormula == OutFormula::kProduct) {
             out.set(values);
-            out.words[0] = mul_packed<kXDType>(out.words[0], weight_words());
+            out.words[0] = mul_packed<kXDType>(out.words[0],
+                                               factor_words(early.weight, params.problem.weight));
         } else if constexpr (kFormula == OutFormula::kSameDtype) {
             float weight[Config::kPack];
             float bias[Config::kPack];
-            unpack<kXDType>(weight_words(), weight);
-            if (Config::kLayerNorm) unpack<kXDType>(load_pack<kXDType>(params.bias, column), bias);
+            unpack<kXDType>(factor_words(early.weight, params.problem.weight), weight);
+            if (Config::kLayerNorm) {
+                unpack<kXDType>(factor_words(early.bias, params.bias), bias);
+            }
 #pragma unroll
             for (int i = 0; i < Config::kPack; ++i) {
                 values[i] = Config::kLayerNorm ? fmaf(values[i], weight[i], bias[i])
@@ -247,7 +298,7 @@ __device__ __forceinline__ void store_out(const NormFwdParams& params, const Rou
             apply_factors<Config>(params, rounding, column, values);
             out.set(values);
         }
-        out.store(params.out, start + column);
+        if (kHasBranch || is_inside) out.store(params.out, start + column);
     }
 }
 
@@ -264,16 +315,9 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
 
     typename Config::SumTile sum;
     load_sum(params, row, columns, sum);
+    reducer.wait_for_cluster();
     const OutFormula formula = out_formula<Config>(params, rounding);
-    typename Config::WeightTile early_weight;
-    if constexpr (Config::kLoadsWeightEarly) {
-#pragma unroll
-        for (int v = 0; v < Config::kVecs; ++v) {
-            early_weight[v] = make_uint4(0, 0, 0, 0);
-            if (formula == OutFormula::kGeneral || !columns.is_inside(v)) continue;
-            early_weight[v] = load_pack<Config::kXDType>(problem.weight, columns.column(v));
-        }
-    }
+    const EarlyFactors<Config> early(params, formula, columns);
 
     float mean;
     const float rstd = row_stats(problem, rounding, columns, sum, reducer, mean);
@@ -281,13 +325,13 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
                                  Config::kXDType != DType::kFloat32;
     if (kHasProduct && formula == OutFormula::kProduct) {
         store_out<Config, kHasProduct ? OutFormula::kProduct : OutFormula::kGeneral>(
-            params, rounding, row, columns, early_weight, sum, mean, rstd);
-    } else if (formula == OutFormula::kSameDtype) {
-        store_out<Config, OutFormula::kSameDtype>(params, rounding, row, columns, early_weight, sum,
-                                                  mean, rstd);
+            params, rounding, row, columns, early, sum, mean, rstd);
+    } else if (!Config::kTakesAll || formula == OutFormula::kSameDtype) {
+        store_out<Config, OutFormula::kSameDtype>(params, rounding, row, columns, early, sum, mean,
+                                                  rstd);
     } else {
-        store_out<Config, OutFormula::kGeneral>(params, rounding, row, columns, early_weight, sum,
-                                                mean, rstd);
+        store_out<Config, OutFormula::kGeneral>(params, rounding, row, columns, early, sum, mean,
+                                                rstd);
     }
     if (row.is_inside && threadIdx.x == 0 && reducer.cluster_rank() == 0) {
         params.rstd[row.index] = rstd;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "norms/alignment.h"
 #include "norms/launch.cuh"
@@ -18,10 +17,12 @@ void launch_norm_fwd_config(const NormFwdParams& params, int cluster_size, cudaS
     const int64_t packs_per_cta = (packs + cluster_size - 1) / cluster_size;
     LaunchShape shape;
     shape.threads_per_row = threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
-    // Small CTAs, but for RMSNorm two rows of four warps together.
-    const bool is_pair = !Config::kLayerNorm && shape.threads_per_row == 128;
-    shape.row_slots =
-        cluster_size > 1 ? 1 : row_slots_for(shape.threads_per_row, is_pair ? 256 : 64);
+    // Small CTAs, but two rows of some warps together.
+    const bool is_pair = Config::kVecs == 2 ? shape.threads_per_row == 64
+                                            : !Config::kLayerNorm && shape.threads_per_row == 128;
+    shape.row_slots = cluster_size > 1 ? 1
+                                       : row_slots_for(shape.threads_per_row,
+                                                       is_pair ? 2 * shape.threads_per_row : 64);
     shape.cluster_size = cluster_size;
     shape.num_ctas =
         (params.problem.rows.num_rows + shape.row_slots - 1) / shape.row_slots * cluster_size;
@@ -49,20 +50,38 @@ inline bool has_aligned_rows(const NormFwdParams& params) {
            is_aligned(params.residual_out);
 }
 
+/// Rows up to which the time of a single one counts.
+constexpr int64_t kFewFwdRows = 128;
+
 template <DType kXDType, DType kSumDType, bool kLayerNorm, class Arch>
 void launch_norm_fwd_dtypes(const NormFwdParams& params, cudaStream_t stream) {
+    using ShortRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 2, Arch>;
     using Rows = FwdConfig<kXDType, kSumDType, kLayerNorm, 4, Arch>;
     if (!has_aligned_rows(params)) return launch_norm_fwd_loop<kXDType, 1, Arch>(params, stream);
     const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
-    // More packs a thread shorten the two sums over a long row that LayerNorm waits for.
-    constexpr int64_t kMostPacks = kLayerNorm ? 256 : Rows::kVecs * Rows::kMaxThreads;
-    if (packs <= kMostPacks) return launch_norm_fwd_config<Rows>(params, 1, stream);
-    using LongRows =
-        std::conditional_t<kLayerNorm, FwdConfig<kXDType, kSumDType, kLayerNorm, 8, Arch>, Rows>;
-    constexpr int64_t kMostLongPacks = LongRows::kVecs * LongRows::kMaxThreads;
+    const bool is_add = params.residual != nullptr;
+    if constexpr (kSumDType == kXDType) {
+        // Few packs a thread where there are few rows, and in RMSNorm where more than one tensor's
+        // are in flight: no sum waits long, and weight and bias are there by then.
+        const bool is_short =
+            (is_add && !kLayerNorm) || params.problem.rows.num_rows <= kFewFwdRows;
+        if (is_short && packs <= ShortRows::kVecs * ShortRows::kMaxThreads) {
+            return launch_norm_fwd_config<ShortRows>(params, 1, stream);
+        }
+        // More packs a thread shorten the sums over a long row; LayerNorm waits for two.
+        constexpr int64_t kMostPacks = kLayerNorm ? 256 : 1024;
+        using LongRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 8, Arch>;
+        constexpr int64_t kMostLongPacks = LongRows::kVecs * LongRows::kMaxThreads;
+        for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
+            if (is_usual_problem(params) && packs > kMostPacks &&
+                packs <= cluster_size * kMostLongPacks) {
+                return launch_norm_fwd_config<LongRows>(params, cluster_size, stream);
+            }
+        }
+    }
     for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
-        if (packs <= cluster_size * kMostLongPacks) {
-            return launch_norm_fwd_config<LongRows>(params, cluster_size, stream);
+        if (packs <= cluster_size * Rows::kVecs * Rows::kMaxThreads) {
+            return launch_norm_fwd_config<Rows>(params, cluster_size, stream);
         }
     }
     launch_norm_fwd_loop<kXDType, pack_size(kXDType), Arch>(params, stream);

@@ -27,6 +27,9 @@ struct RowColumns {
         return first + v * static_cast<int>(blockDim.x) * Config::kPack;
     }
     __device__ bool is_inside(int v) const { return column(v) < end; }
+    /// A column that exists, whatever it is where column(v) does not: what is loaded there needs no
+    /// branch, and is not used.
+    __device__ int column_inside(int v) const { return is_inside(v) ? column(v) : 0; }
 };
 
 /// A thread's row: one of the blockDim.y rows of a step of its CTA. The last ones may lie outside.

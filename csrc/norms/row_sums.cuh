@@ -34,7 +34,7 @@ struct RowSumStorage {
 template <class Arch>
 class RowReducer {
   public:
-    /// All threads of the cluster construct it at the same point.
+    /// All threads of the cluster construct it, and call wait_for_cluster(), at the same points.
     __device__ explicit RowReducer(RowSumStorage<Arch>& smem) : smem_(smem) {
         if constexpr (Arch::kHasClusters) {
             cluster_rank_ = ptx::cluster_cta_rank();
@@ -48,7 +48,13 @@ class RowReducer {
                 ptx::fence_mbarrier_init();
             }
             ptx::cluster_arrive();
-            ptx::cluster_wait();
+        }
+    }
+
+    /// Before the first send(): the other CTAs' barriers are there from then on.
+    __device__ void wait_for_cluster() const {
+        if constexpr (Arch::kHasClusters) {
+            if (cluster_size_ > 1) ptx::cluster_wait();
         }
     }
 
@@ -63,14 +69,14 @@ class RowReducer {
     template <int kCount>
     __device__ __forceinline__ void send(float (&values)[kCount]) {
         static_assert(kCount <= 2, "as many as RowSumStorage has room for");
-        const int width = blockDim.x < 32 ? blockDim.x : 32;
-#pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-            if (offset >= width) continue;
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                values[i] += __shfl_xor_sync(0xffffffffu, values[i], offset);
-            }
+        if (blockDim.x >= 32) {
+            add_from_lanes<32>(values);
+        } else if (blockDim.x >= 8) {  // one branch for all steps
+            if (blockDim.x == 16) add_from_lanes<16>(values);
+            if (blockDim.x == 8) add_from_lanes<8>(values);
+        } else {
+            if (blockDim.x == 4) add_from_lanes<4>(values);
+            if (blockDim.x == 2) add_from_lanes<2>(values);
         }
         if (blockDim.x <= 32) return;
         const int set = num_sent_++ % RowSumStorage<Arch>::kSets;
@@ -141,6 +147,18 @@ class RowReducer {
     }
 
   private:
+    /// Sums over each kWidth neighbouring lanes.
+    template <int kWidth, int kCount>
+    __device__ __forceinline__ static void add_from_lanes(float (&values)[kCount]) {
+#pragma unroll
+        for (int offset = kWidth / 2; offset > 0; offset /= 2) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                values[i] += __shfl_xor_sync(0xffffffffu, values[i], offset);
+            }
+        }
+    }
+
     __device__ bool is_cluster() const { return Arch::kHasClusters && cluster_size_ > 1; }
 
     /// Each warp sends its sums to all CTAs, its own included.
