@@ -45,19 +45,23 @@ inline Vector keep(Vector a, Part part) {
     return Simd::load(lanes);
 }
 
+// The loops over columns are inlined, and what they call holds its pointers by value: through a
+// reference each vector would load them again, since a store might have changed them.
+
 /// fn(column, Whole{} or Part) over a row.
 template <class Fn>
-void for_columns(int64_t hidden_size, Fn&& fn) {
+__attribute__((always_inline)) inline void for_columns(int64_t hidden_size, Fn fn) {
     int64_t column = 0;
     for (; column + Simd::kWidth <= hidden_size; column += Simd::kWidth) fn(column, Whole{});
     if (column < hidden_size) fn(column, Part{static_cast<int>(hidden_size - column)});
 }
 
-/// Sums over a row of the kSums terms that fn(column, span, terms) sets. Several vectors of each
-/// sum are in flight, to hide the latency of the additions.
-template <int kSums, class Fn>
-void sum_columns(int64_t hidden_size, float (&sums)[kSums], Fn&& fn) {
-    constexpr int kChains = 4;
+/// Sums over the columns of the kSums terms that fn(column, span, terms) sets. Several vectors of
+/// each sum are in flight, to hide the latency of the additions.
+template <int kSums, int kChains, class Fn>
+__attribute__((always_inline)) inline void sum_columns(int64_t hidden_size, float (&sums)[kSums],
+                                                       Fn fn) {
+    static_assert(kChains == 2 || kChains == 4, "the last sum adds up pairs");
     Vector partial[kChains][kSums];
     for (int chain = 0; chain < kChains; ++chain) {
         for (int i = 0; i < kSums; ++i) partial[chain][i] = Simd::set(0.0f);
@@ -84,8 +88,11 @@ void sum_columns(int64_t hidden_size, float (&sums)[kSums], Fn&& fn) {
         }
     }
     for (int i = 0; i < kSums; ++i) {
-        sums[i] = Simd::sum(Simd::add(Simd::add(partial[0][i], partial[1][i]),
-                                      Simd::add(partial[2][i], partial[3][i])));
+        Vector total = Simd::add(partial[0][i], partial[1][i]);
+        if (kChains == 4) {
+            total = Simd::add(total, Simd::add(partial[kChains - 2][i], partial[kChains - 1][i]));
+        }
+        sums[i] = Simd::sum(total);
     }
 }
 
@@ -116,14 +123,16 @@ struct RowStats {
 };
 
 template <class Sum, class LoadSum>
-RowStats rms_stats(const NormProblem& problem, LoadSum&& load_sum) {
+__attribute__((always_inline)) inline RowStats rms_stats(const NormProblem& problem,
+                                                         LoadSum load_sum) {
     const bool rounds_all = problem.casting_mode == CastingMode::kNone;
     float squares[1];
-    sum_columns<1>(problem.hidden_size, squares, [&](int64_t column, auto span, Vector(&terms)[1]) {
-        const Vector sum = load_sum(column, span);
-        const Vector square = Simd::mul(sum, sum);
-        terms[0] = rounds_all ? Simd::round_to<Sum>(square) : square;
-    });
+    sum_columns<1, 4>(problem.hidden_size, squares,
+                      [=](int64_t column, auto span, Vector(&terms)[1]) {
+                          const Vector sum = load_sum(column, span);
+                          const Vector square = Simd::mul(sum, sum);
+                          terms[0] = rounds_all ? Simd::round_to<Sum>(square) : square;
+                      });
     RowStats stats;
     const float mean_square = squares[0] / static_cast<float>(problem.hidden_size);
     if (rounds_all) {
@@ -138,20 +147,22 @@ RowStats rms_stats(const NormProblem& problem, LoadSum&& load_sum) {
 /// Two passes: the squares of deviations, never squares minus a squared mean, which cancel when
 /// the mean is large.
 template <class LoadSum>
-RowStats layer_stats(const NormProblem& problem, LoadSum&& load_sum) {
+__attribute__((always_inline)) inline RowStats layer_stats(const NormProblem& problem,
+                                                           LoadSum load_sum) {
     const float size = static_cast<float>(problem.hidden_size);
     float total[1];
-    sum_columns<1>(problem.hidden_size, total, [&](int64_t column, auto span, Vector(&terms)[1]) {
-        terms[0] = load_sum(column, span);
-    });
+    sum_columns<1, 4>(
+        problem.hidden_size, total,
+        [=](int64_t column, auto span, Vector(&terms)[1]) { terms[0] = load_sum(column, span); });
     RowStats stats;
     stats.mean = total[0] / size;
     const Vector mean = Simd::set(stats.mean);
     float squares[1];
-    sum_columns<1>(problem.hidden_size, squares, [&](int64_t column, auto span, Vector(&terms)[1]) {
-        const Vector deviation = Simd::sub(load_sum(column, span), mean);
-        terms[0] = Simd::mul(deviation, deviation);
-    });
+    sum_columns<1, 4>(problem.hidden_size, squares,
+                      [=](int64_t column, auto span, Vector(&terms)[1]) {
+                          const Vector deviation = Simd::sub(load_sum(column, span), mean);
+                          terms[0] = Simd::mul(deviation, deviation);
+                      });
     stats.rstd = 1.0f / std::sqrt(squares[0] / size + problem.eps);
     return stats;
 }
@@ -166,7 +177,7 @@ void norm_fwd_rows(const NormFwdParams& params, const float* weight, const float
             row_of<const Residual>(params.residual, problem.rows, params.residual_strides, row);
         Sum* residual_out = contiguous_row_of<Sum>(params.residual_out, problem.hidden_size, row);
         X* out = contiguous_row_of<X>(params.out, problem.hidden_size, row);
-        const auto load_sum = [&](int64_t column, auto span) {
+        const auto load_sum = [=](int64_t column, auto span) {
             const Vector sum = load(x + column, span);
             if (residual == nullptr) return sum;
             return Simd::round_to<Sum>(Simd::add(sum, load(residual + column, span)));
@@ -176,7 +187,7 @@ void norm_fwd_rows(const NormFwdParams& params, const float* weight, const float
                                                      : rms_stats<Sum>(problem, load_sum);
         const Vector mean = Simd::set(stats.mean);
         const Vector rstd = Simd::set(stats.rstd);
-        for_columns(problem.hidden_size, [&](int64_t column, auto span) {
+        for_columns(problem.hidden_size, [=](int64_t column, auto span) {
             const Vector sum = load_sum(column, span);
             if (residual_out != nullptr) store(residual_out + column, sum, span);
             const Vector xhat = normalize<Sum, kRoundXhat>(sum, mean, rstd);
@@ -224,56 +235,107 @@ inline void norm_fwd(const NormFwdParams& params, const float* weight, const flo
 
 // ---- backward ----
 
+/// What the backward pass reads and writes of one row.
+template <class X, class Sum>
+struct BwdRow {
+    const Sum* sum;
+    const X* dout;
+    const Sum* dresidual_out;  // null: none
+    X* dx;
+    float* dresidual;  // null: not wanted
+    float mean, rstd;
+
+    BwdRow(const NormBwdParams& params, int64_t row)
+        : sum(row_of<const Sum>(params.sum, params.problem.rows, params.sum_strides, row)),
+          dout(row_of<const X>(params.dout, params.problem.rows, params.dout_strides, row)),
+          dresidual_out(row_of<const Sum>(params.dresidual_out, params.problem.rows,
+                                          params.dresidual_out_strides, row)),
+          dx(contiguous_row_of<X>(params.dx, params.problem.hidden_size, row)),
+          dresidual(contiguous_row_of<float>(params.dresidual, params.problem.hidden_size, row)),
+          mean(params.problem.is_layer_norm ? params.mean[row] : 0.0f),
+          rstd(params.rstd[row]) {}
+
+    template <class Span>
+    Vector xhat(int64_t column, Span span) const {
+        return normalize<Sum, false>(load(sum + column, span), Simd::set(mean), Simd::set(rstd));
+    }
+};
+
+/// kRows rows: the weight is loaded, and each sum for dweight and dbias loaded and stored, once for
+/// all of them.
+///     dx = rstd * (dxhat - xhat * mean(dxhat * xhat) - mean(dxhat)) + dresidual_out
+/// with dxhat = dout * weight, and the mean of dxhat for LayerNorm alone.
+template <class X, class Sum, bool kLayerNorm, bool kRoundXhat, int kRows>
+void norm_bwd_block(const NormBwdParams& params, const float* weight, int64_t first_row,
+                    float* dweight, float* dbias) {
+    constexpr int kSums = kLayerNorm ? 2 : 1;
+    constexpr int kLast = kRows - 1;
+    const int64_t hidden_size = params.problem.hidden_size;
+    // Two names, not an array: the compiler keeps them in registers.
+    const BwdRow<X, Sum> first(params, first_row);
+    const BwdRow<X, Sum> last(params, first_row + kLast);
+
+    float sums[kRows * kSums];
+    sum_columns<kRows * kSums, 2>(
+        hidden_size, sums, [&](int64_t column, auto span, Vector(&terms)[kRows* kSums]) {
+            const Vector factor = load(weight + column, span);
+            const auto set_terms = [&](const BwdRow<X, Sum>& row, int index) {
+                const Vector dxhat = Simd::mul(load(row.dout + column, span), factor);
+                terms[index * kSums] = Simd::mul(dxhat, row.xhat(column, span));
+                if (kLayerNorm) terms[index * kSums + kSums - 1] = dxhat;
+            };
+            set_terms(first, 0);
+            if (kRows > 1) set_terms(last, kLast);
+        });
+    const auto minus_mean = [&](int index) {
+        return Simd::set(-sums[index] / static_cast<float>(hidden_size));
+    };
+    const Vector first_projection = minus_mean(0);
+    const Vector last_projection = minus_mean(kLast * kSums);
+    const Vector first_offset = minus_mean(kSums - 1);
+    const Vector last_offset = minus_mean(kLast * kSums + kSums - 1);
+
+    for_columns(hidden_size, [&](int64_t column, auto span) {
+        const Vector factor = load(weight + column, span);
+        Vector dweight_part = Simd::set(0.0f);
+        Vector dbias_part = Simd::set(0.0f);
+        if (dweight != nullptr) dweight_part = load(dweight + column, span);
+        if (dbias != nullptr) dbias_part = load(dbias + column, span);
+        const auto finish = [&](const BwdRow<X, Sum>& row, Vector projection, Vector offset) {
+            const Vector dout = load(row.dout + column, span);
+            const Vector xhat = row.xhat(column, span);
+            Vector dsum = Simd::mul(dout, factor);
+            dsum = Simd::mul_add(xhat, projection, dsum);
+            if (kLayerNorm) dsum = Simd::add(dsum, offset);
+            dsum = Simd::mul(dsum, Simd::set(row.rstd));
+            if (row.dresidual_out != nullptr) {
+                dsum = Simd::add(dsum, load(row.dresidual_out + column, span));
+            }
+            store(row.dx + column, dsum, span);
+            if (row.dresidual != nullptr) store(row.dresidual + column, dsum, span);
+            // The forward pass multiplied the weight by xhat as rounded there.
+            const Vector rounded = kRoundXhat ? Simd::round_to<Sum>(xhat) : xhat;
+            dweight_part = Simd::mul_add(dout, rounded, dweight_part);
+            dbias_part = Simd::add(dbias_part, dout);
+        };
+        finish(first, first_projection, first_offset);
+        if (kRows > 1) finish(last, last_projection, last_offset);
+        if (dweight != nullptr) store(dweight + column, dweight_part, span);
+        if (dbias != nullptr) store(dbias + column, dbias_part, span);
+    });
+}
+
 template <class X, class Sum, bool kLayerNorm, bool kRoundXhat>
 void norm_bwd_rows(const NormBwdParams& params, const float* weight, int64_t row_begin,
                    int64_t row_end, float* dweight, float* dbias) {
-    const NormProblem& problem = params.problem;
-    const float size = static_cast<float>(problem.hidden_size);
-    for (int64_t row = row_begin; row < row_end; ++row) {
-        const Sum* sum = row_of<const Sum>(params.sum, problem.rows, params.sum_strides, row);
-        const X* dout = row_of<const X>(params.dout, problem.rows, params.dout_strides, row);
-        const Sum* dresidual_out = row_of<const Sum>(params.dresidual_out, problem.rows,
-                                                     params.dresidual_out_strides, row);
-        X* dx = contiguous_row_of<X>(params.dx, problem.hidden_size, row);
-        float* dresidual = contiguous_row_of<float>(params.dresidual, problem.hidden_size, row);
-        const Vector mean = Simd::set(kLayerNorm ? params.mean[row] : 0.0f);
-        const Vector rstd = Simd::set(params.rstd[row]);
-
-        // With dxhat = dout * weight:  dx = rstd * (dxhat - xhat * mean(dxhat * xhat) -
-        // mean(dxhat))
-        float sums[2] = {0.0f, 0.0f};
-        sum_columns<2>(
-            problem.hidden_size, sums, [&](int64_t column, auto span, Vector(&terms)[2]) {
-                const Vector dxhat =
-                    Simd::mul(load(dout + column, span), load(weight + column, span));
-                const Vector xhat = normalize<Sum, false>(load(sum + column, span), mean, rstd);
-                terms[0] = Simd::mul(dxhat, xhat);
-                terms[1] = kLayerNorm ? dxhat : Simd::set(0.0f);
-            });
-        const Vector projection = Simd::set(-sums[0] / size);
-        const Vector offset = Simd::set(-sums[1] / size);
-        for_columns(problem.hidden_size, [&](int64_t column, auto span) {
-            const Vector dout_part = load(dout + column, span);
-            const Vector xhat = normalize<Sum, false>(load(sum + column, span), mean, rstd);
-            Vector dsum = Simd::mul(dout_part, load(weight + column, span));
-            dsum = Simd::mul_add(xhat, projection, dsum);
-            if (kLayerNorm) dsum = Simd::add(dsum, offset);
-            dsum = Simd::mul(dsum, rstd);
-            if (dresidual_out != nullptr) {
-                dsum = Simd::add(dsum, load(dresidual_out + column, span));
-            }
-            store(dx + column, dsum, span);
-            if (dresidual != nullptr) store(dresidual + column, dsum, span);
-            if (dweight != nullptr) {
-                // The forward pass multiplied the weight by xhat as rounded there.
-                const Vector factor = kRoundXhat ? Simd::round_to<Sum>(xhat) : xhat;
-                store(dweight + column,
-                      Simd::mul_add(dout_part, factor, load(dweight + column, span)), span);
-            }
-            if (dbias != nullptr) {
-                store(dbias + column, Simd::add(dout_part, load(dbias + column, span)), span);
-            }
-        });
+    // Short rows' sums for dweight and dbias are in the L1 anyway.
+    constexpr int64_t kLongRow = 1024;
+    int64_t row = row_begin;
+    for (; params.problem.hidden_size >= kLongRow && row + 2 <= row_end; row += 2) {
+        norm_bwd_block<X, Sum, kLayerNorm, kRoundXhat, 2>(params, weight, row, dweight, dbias);
+    }
+    for (; row < row_end; ++row) {
+        norm_bwd_block<X, Sum, kLayerNorm, kRoundXhat, 1>(params, weight, row, dweight, dbias);
     }
 }
 
