@@ -200,7 +200,8 @@ def roof_gb_per_s(device) -> float:
 
 
 def compile_ahead(args) -> None:
-    """Fills torch.compile's cache, each shape in a process of its own: one takes some seconds."""
+    """Fills torch.compile's cache, each shape in a process of its own: one takes some seconds.
+    What is not there after a minute is compiled when it is measured."""
     command = [sys.executable, "-m", "benchmarks.norms", "--device", "cuda", "--only-compile"]
     command += ["--build", str(args.build), "--norms", *args.norms, "--dtypes", *args.dtypes]
     processes = [
@@ -211,8 +212,12 @@ def compile_ahead(args) -> None:
         )
         for rows, hidden_size in args.shapes
     ]
+    deadline = time.monotonic() + 60
     for process in processes:
-        process.wait()
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def only_compile(args) -> None:
