@@ -1,6 +1,7 @@
 """Checks of what the ops' schemas would refuse less readably, or accept and silently drop: types,
 layouts and derivatives that a call cannot follow. Shapes, dtypes and ranges are the ops' matter."""
 
+import math
 import numbers
 from typing import Any, Optional
 
@@ -36,10 +37,18 @@ def check_optional_tensor(name: str, value: Any) -> None:
 
 def check_number(name: str, value: Any) -> float:
     """The number; a tensor without dimensions counts as one if reading it loses nothing, and a bool
-    does not: it is a flag that stands in another argument's place."""
+    does not: it is a flag that stands in another argument's place. An int that a float cannot hold
+    becomes infinite."""
     kind = type(value)
-    if kind is float or kind is int or isinstance(value, (torch.SymFloat, torch.SymInt)):
+    if kind is float or isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
+    if kind is int:
+        if -_INT64_MAX <= value <= _INT64_MAX:
+            return value
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf if value > 0 else -math.inf
     if isinstance(value, Tensor):
         _check_scalar_tensor(name, value, "a number")
         return value.item()
