@@ -54,6 +54,13 @@ def test_dtypes_and_index_tensors_on_meta(kernel, inputs, packed_inputs):
     )
 
 
+@pytest.mark.parametrize("name", ["alibi_slopes", "s_aux", "attn_bias"])
+def test_dtypes_of_score_terms_on_meta(kernel, inputs, name):
+    shape = (1, 1, 9, 12) if name == "attn_bias" else (4,)
+    term = torch.empty(shape, dtype=torch.float64)
+    refused(dense(kernel, on_meta(inputs, **{name: term})), f"{name} has dtype torch.float64")
+
+
 def test_good_meta_tensors(kernel, inputs, packed_inputs):
     extras = {"alibi_slopes": torch.empty(2, 4), "s_aux": torch.empty(4)}
     bias = torch.empty(1, 4, 1, 12)

@@ -200,3 +200,21 @@ def test_dtensor(kernel):
         )
     finally:
         destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "part"),
+    [
+        ("weight", (9,), torch.float32, "weight has shape (9,); expected (hidden_size,) = (8,)"),
+        ("weight", (1, 8), torch.float32, "weight has shape (1, 8)"),
+        ("weight", (8,), torch.float64, "weight has dtype torch.float64"),
+        ("residual", (4, 8), torch.float32, "residual has shape (4, 8) but x has shape (3, 8)"),
+        ("residual", (8,), torch.float32, "residual has shape (8,)"),
+        ("residual", (3, 8), torch.float16, "residual has dtype torch.float16 but x has"),
+    ],
+)
+def test_meta_tensors_are_refused_as_others(kernel, name, shape, dtype, part):
+    for device in ("cpu", "meta"):
+        x = torch.zeros(3, 8, device=device)
+        with pytest.raises(ValueError, match=re.escape(part)):
+            kernel.rms_norm(x, **{name: torch.zeros(shape, dtype=dtype, device=device)})

@@ -139,12 +139,21 @@ def check_head_terms(
     num_heads_q: int, batch_size: int, alibi_slopes: Optional[Tensor], s_aux: Optional[Tensor]
 ) -> None:
     if alibi_slopes is not None:
+        if alibi_slopes.dtype != torch.float32:
+            raise ValueError(
+                f"alibi_slopes has dtype {alibi_slopes.dtype}; it must be torch.float32"
+            )
         allowed = [(num_heads_q,), (batch_size, num_heads_q)]
         if tuple(alibi_slopes.shape) not in allowed:
             raise ValueError(
                 f"alibi_slopes has shape {tuple(alibi_slopes.shape)}; allowed are (num_heads_q,) = "
                 f"{allowed[0]} and (batch_size, num_heads_q) = {allowed[1]}"
             )
+    if s_aux is not None and s_aux.dtype not in FLOAT_DTYPES:
+        raise ValueError(
+            f"s_aux has dtype {s_aux.dtype}; allowed are torch.float32, torch.float16 and "
+            "torch.bfloat16"
+        )
     if s_aux is not None and tuple(s_aux.shape) != (num_heads_q,):
         raise ValueError(
             f"s_aux has shape {tuple(s_aux.shape)}; it must be (num_heads_q,) = ({num_heads_q},)"
@@ -164,6 +173,10 @@ def _check_extras(
     check_head_terms(num_heads_q, batch_size, alibi_slopes, s_aux)
     if attn_bias is None:
         return
+    if attn_bias.dtype not in (q.dtype, torch.float32):
+        raise ValueError(
+            f"attn_bias has dtype {attn_bias.dtype}; it must be torch.float32 or q's, {q.dtype}"
+        )
     sizes = (num_heads_q, q.shape[0]) if packed else (batch_size, num_heads_q, q.shape[1])
     fits = attn_bias.dim() == len(sizes) + 1
     if fits:
