@@ -27,6 +27,7 @@ __global__ void both(float* x, const __grid_constant__ CUtensorMap map) {
     for (int i = 0; i < 16; ++i) x[i] = d[i];
 }
 """
+HOPPER_SOURCE = "csrc/attention/sm90/fwd_hdim128.cu"
 OTHER_KERNEL = "__global__ void neither(float* x) { x[threadIdx.x] *= 2.0f; }\n"
 
 
@@ -50,17 +51,30 @@ def compiled(folder, text: str, source: str):
 
 
 def test_instructions_are_counted(tmp_path, cuobjdump):
-    build = compiled(tmp_path, KERNELS + OTHER_KERNEL, HOPPER_SOURCES + "kernel.cu")
+    build = compiled(tmp_path, KERNELS + OTHER_KERNEL, HOPPER_SOURCE)
     counts = count_instructions(build.steps[0].object, cuobjdump)
     assert counts["both"] == {"HGMMA": 2, "UTMALDG": 1}
     assert counts["neither"] == {}
 
 
 def test_hopper_kernels_without_them_are_found(tmp_path, cuobjdump):
-    build = compiled(tmp_path, KERNELS + OTHER_KERNEL, HOPPER_SOURCES + "kernel.cu")
+    build = compiled(tmp_path, KERNELS + OTHER_KERNEL, HOPPER_SOURCE)
     assert check_sass(build, cuobjdump) == ["neither has no HGMMA and no UTMALDG"]
 
 
-def test_other_sources_may_do_without(tmp_path, cuobjdump):
-    build = compiled(tmp_path, OTHER_KERNEL, "csrc/attention/sm80/kernel.cu")
+@pytest.mark.parametrize("source", ["sm80/fwd_hdim128.cu", "sm90/bwd_passes.cu"])
+def test_other_sources_may_do_without(tmp_path, cuobjdump, source):
+    build = compiled(tmp_path, OTHER_KERNEL, f"csrc/attention/{source}")
     assert check_sass(build, cuobjdump) == []
+
+
+def test_every_source_with_products_is_checked():
+    launchers = {
+        f'#include "attention/sm90/{name}_launch.cuh"' for name in ("fwd", "bwd", "bwd_cluster")
+    }
+    sources = (ROOT / "csrc/attention/sm90").glob("*.cu")
+    with_products = {
+        path for path in sources if launchers.intersection(path.read_text().splitlines())
+    }
+    assert with_products == set(ROOT.glob(HOPPER_SOURCES))
+    assert ROOT / HOPPER_SOURCE in with_products
