@@ -2,11 +2,12 @@
 
     python -m benchmarks.report
 
-writes docs/plots/attention_cuda.png, docs/plots/norms_cuda.png and prints the tables of
+writes docs/plots/attention_cuda.png, norms_cuda.png and training_cuda.png and prints the tables of
 docs/performance.md and docs/norms.md.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Optional
 
@@ -14,6 +15,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+
+from benchmarks.fa3_yardstick import LEAST_SEQLEN_THROUGH_CUDNN, over_fa3_through_cudnn
 
 ROOT = Path(__file__).resolve().parent.parent
 PLOTS = ROOT / "docs" / "plots"
@@ -70,6 +73,45 @@ def attention_table(figures: list) -> str:
             by_seqlen = {f["seqlen"]: f for f in select(figures, setting, name)}
             cells = [cell_text(by_seqlen.get(seqlen)) for seqlen in seqlens]
             lines.append(f"| {setting_text(setting)} | {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def mean_text(ratios: list) -> str:
+    """The geometric mean, and the least in brackets."""
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.3f} ({min(ratios):.3f})"
+
+
+def means_table(figures: list) -> str:
+    """Geometric means of the ratios: over all lengths, and from 4096, where what torch does on the
+    host weighs nothing. Through cuDNN only there."""
+    peers = ["flash", "cudnn", "portable", "fa3_quoted", "fa3_through_cudnn"]
+    lines = [
+        "| pass, seqlen, heads | " + " | ".join(peers) + " |",
+        "|---|" + "---|" * len(peers),
+    ]
+    for name in ("forward", "backward"):
+        cells = [f for f in figures if f.get("pass") == name and "over_flash" in f]
+        for cell in cells:
+            through_cudnn = over_fa3_through_cudnn(cell, name)
+            if through_cudnn is not None:
+                cell["over_fa3_through_cudnn"] = through_cudnn
+        for least in (512, LEAST_SEQLEN_THROUGH_CUDNN):
+            for heads in ("all", "without GQA", "GQA"):
+                mine = [
+                    f
+                    for f in cells
+                    if f["seqlen"] >= least
+                    and (
+                        heads == "all"
+                        or (f["num_heads_q"] == f["num_heads_kv"]) != (heads == "GQA")
+                    )
+                ]
+                ratios = [[f[f"over_{p}"] for f in mine if f"over_{p}" in f] for p in peers]
+                if least < LEAST_SEQLEN_THROUGH_CUDNN:
+                    ratios[-1] = []
+                texts = " | ".join(mean_text(values) if values else "" for values in ratios)
+                lines.append(f"| {name}, from {least}, {heads} | {texts} |")
     return "\n".join(lines)
 
 
@@ -142,12 +184,33 @@ def plot_norms(figures: list) -> None:
     figure.savefig(PLOTS / "norms_cuda.png", dpi=110)
 
 
+def plot_training(figures: list) -> None:
+    """The losses of the runs, and how far they lie from the first run with torch's kernels."""
+    losses = {f["losses_of"]: f["losses"] for f in figures if "losses_of" in f}
+    steps = range(1, len(losses["torch"]) + 1)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    for name, color in (("ours", "C0"), ("torch", "C1"), ("torch_again", "C7")):
+        axes[0].plot(steps, losses[name], color=color, linewidth=1, label=name)
+        if name != "torch":
+            distances = [x - y for x, y in zip(losses[name], losses["torch"])]
+            axes[1].plot(steps, distances, color=color, linewidth=1, label=f"{name} - torch")
+    axes[0].set_title("loss")
+    axes[1].set_title("difference of the losses")
+    for axis in axes:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(PLOTS / "training_cuda.png", dpi=110)
+
+
 def main() -> None:
     PLOTS.mkdir(parents=True, exist_ok=True)
     attention, norms = read_figures("attention_cuda"), read_figures("norms_cuda")
     plot_attention(attention)
     plot_norms(norms)
-    print(attention_table(attention), norms_table(norms), sep="\n\n")
+    plot_training(read_figures("training_cuda"))
+    print(attention_table(attention), means_table(attention), norms_table(norms), sep="\n\n")
 
 
 if __name__ == "__main__":
