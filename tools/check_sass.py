@@ -15,8 +15,8 @@ from pathlib import Path
 from .ninja_file import BuildPlan
 from .symbols import demangle
 
-# Kernels of these sources, the ones with products, must use both kinds of instruction. The opcode is
-# in the low 12 bits of a 16-byte instruction, seen in cuobjdump's own dumps of sm_90a code.
+# Kernels of these sources, the ones with products, must use both kinds of instruction. The opcode
+# is in the low 12 bits of a 16-byte instruction, seen in cuobjdump's own dumps of sm_90a code.
 HOPPER_SOURCES = "csrc/attention/sm90/*_hdim*.cu"
 OPCODES = {
     "HGMMA": {0x9F0, 0xDF0},  # wgmma.mma_async, A in shared memory or in registers

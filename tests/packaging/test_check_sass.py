@@ -42,7 +42,13 @@ def compiled(folder, text: str, source: str):
     arch = Arch.parse("9.0a")
     file, target = folder / "kernel.cu", folder / "kernel.o"
     file.write_text(text)
-    command = [str(toolkit.nvcc), "-std=c++17", f"-I{ROOT / 'csrc'}", *arch.gencode_flags()]
+    command = [
+        str(toolkit.nvcc),
+        "-std=c++17",
+        "--expt-relaxed-constexpr",
+        f"-I{ROOT / 'csrc'}",
+        *arch.gencode_flags(),
+    ]
     command += ["-c", str(file), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True, env=toolkit.environment())
     assert result.returncode == 0, result.stderr
