@@ -63,7 +63,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         help="build the variant that the installed torch will be offered",
     )
     parser.add_argument(
-        "--archs", metavar="A,B", help="only these capabilities of build.toml's, such as 9.0,9.0a"
+        "--archs",
+        metavar="A,B",
+        help="only these capabilities of build.toml's, such as 8.9,9.0,9.0a",
     )
     parser.add_argument("--jobs", type=int, help="compilers at a time; default by cores and memory")
     parser.add_argument(
