@@ -2,10 +2,11 @@
 
     python -m benchmarks.report
 
-writes docs/plots/attention_cuda.png, norms_cuda.png and training_cuda.png and prints the tables of
-docs/performance.md and docs/norms.md.
+writes docs/plots/attention_cuda.png, norms_cuda.png and training_cuda.png and prints the two tables
+of attention in docs/performance.md and the three of norms on a GPU in docs/norms.md.
 """
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -22,9 +23,34 @@ ROOT = Path(__file__).resolve().parent.parent
 PLOTS = ROOT / "docs" / "plots"
 MIN_ROWS = 1024  # fewer rows are bound by the launch, not by memory
 
+ATTENTION_PEERS = {
+    "flash": "torch flash",
+    "cudnn": "torch cuDNN",
+    "portable": "our portable kernels",
+    "fa3_quoted": "FlashAttention-3, quoted",
+    "fa3_through_cudnn": "FlashAttention-3, through cuDNN",
+}
+NORMS = {"rms": "RMSNorm", "layer": "LayerNorm", "add_rms": "add + RMSNorm"}
+NORM_PEERS = {
+    "liger": "Liger",
+    "torch_compile": "torch.compile",
+    "torch": "torch's own functions",
+}
+PASSES = ("forward", "backward")
+
+
+def read_record(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
 
 def read_figures(name: str) -> list:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"]
+    return read_record(name)["figures"]
+
+
+def markdown_table(header: list, rows: list) -> str:
+    lines = [header, *rows]
+    texts = [("| " + " | ".join(line) + " |").replace("|  |", "| |") for line in lines]
+    return "\n".join([texts[0], "|" + "---|" * len(header), *texts[1:]])
 
 
 def attention_settings(figures: list) -> list:
@@ -62,155 +88,253 @@ def cell_text(figure: Optional[dict]) -> str:
 def attention_table(figures: list) -> str:
     """TFLOP/s, the ratio to torch's flash backend and, where it is known, to FlashAttention-3's
     quoted figure; one row per setting and pass."""
-    settings = attention_settings(figures)
     seqlens = sorted({f["seqlen"] for f in figures if "over_flash" in f})
-    lines = [
-        "| head dim, heads q/kv, mask | pass | " + " | ".join(map(str, seqlens)) + " |",
-        "|---|---|" + "---|" * len(seqlens),
-    ]
-    for setting in settings:
-        for name in ("forward", "backward"):
+    rows = []
+    for setting in attention_settings(figures):
+        for name in PASSES:
             by_seqlen = {f["seqlen"]: f for f in select(figures, setting, name)}
             cells = [cell_text(by_seqlen.get(seqlen)) for seqlen in seqlens]
-            lines.append(f"| {setting_text(setting)} | {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append([setting_text(setting), name, *cells])
+    return markdown_table(["head dim, heads q/kv, mask", "pass", *map(str, seqlens)], rows)
 
 
-def mean_text(ratios: list) -> str:
-    """The geometric mean, and the least in brackets."""
+def mean_text(ratios: list, peer: str) -> str:
+    """The geometric mean, and the least in brackets; a digit more where the ratios are near 1."""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"{mean:.3f} ({min(ratios):.3f})"
+    digits = 3 if peer.startswith("fa3") else 2
+    return f"{mean:.{digits}f} ({min(ratios):.{digits}f})"
+
+
+def is_among(cell: dict, heads: str) -> bool:
+    is_grouped = cell["num_heads_q"] != cell["num_heads_kv"]
+    return heads == "all" or is_grouped == (heads == "GQA")
 
 
 def means_table(figures: list) -> str:
     """Geometric means of the ratios: over all lengths, and from 4096, where what torch does on the
     host weighs nothing. Through cuDNN only there."""
-    peers = ["flash", "cudnn", "portable", "fa3_quoted", "fa3_through_cudnn"]
-    lines = [
-        "| pass, seqlen, heads | " + " | ".join(peers) + " |",
-        "|---|" + "---|" * len(peers),
-    ]
-    for name in ("forward", "backward"):
-        cells = [f for f in figures if f.get("pass") == name and "over_flash" in f]
+    rows = []
+    for name in PASSES:
+        cells = [dict(f) for f in figures if f.get("pass") == name and "over_flash" in f]
         for cell in cells:
             through_cudnn = over_fa3_through_cudnn(cell, name)
             if through_cudnn is not None:
                 cell["over_fa3_through_cudnn"] = through_cudnn
-        for least in (512, LEAST_SEQLEN_THROUGH_CUDNN):
-            for heads in ("all", "without GQA", "GQA"):
-                mine = [
-                    f
-                    for f in cells
-                    if f["seqlen"] >= least
-                    and (
-                        heads == "all"
-                        or (f["num_heads_q"] == f["num_heads_kv"]) != (heads == "GQA")
-                    )
-                ]
-                ratios = [[f[f"over_{p}"] for f in mine if f"over_{p}" in f] for p in peers]
-                if least < LEAST_SEQLEN_THROUGH_CUDNN:
-                    ratios[-1] = []
-                texts = " | ".join(mean_text(values) if values else "" for values in ratios)
-                lines.append(f"| {name}, from {least}, {heads} | {texts} |")
-    return "\n".join(lines)
+        for least, lengths in ((0, "all"), (LEAST_SEQLEN_THROUGH_CUDNN, None)):
+            for heads in ("all", "as many KV heads", "GQA"):
+                if lengths is None and heads == "all":
+                    continue
+                mine = [f for f in cells if f["seqlen"] >= least and is_among(f, heads)]
+                texts = [f"{name}, {lengths or f'from {least}'}, {heads}"]
+                for peer in ATTENTION_PEERS:
+                    ratios = [f[f"over_{peer}"] for f in mine if f"over_{peer}" in f]
+                    is_known = ratios and not (lengths and peer == "fa3_through_cudnn")
+                    texts.append(mean_text(ratios, peer) if is_known else "")
+                rows.append(texts)
+    return markdown_table(["pass, lengths, heads", *ATTENTION_PEERS.values()], rows)
 
 
-def plot_attention(figures: list) -> None:
-    settings = [s for s in attention_settings(figures) if s[1] == s[2]]
-    head_dims = list(dict.fromkeys(setting[0] for setting in settings))
-    figure, axes = plt.subplots(2, len(head_dims), figsize=(4 * len(head_dims), 7), sharey=True)
-    for column, head_dim in enumerate(head_dims):
-        for row, name in enumerate(("forward", "backward")):
+def plot_attention_cell(axis: plt.Axes, figures: list, setting: tuple, name: str) -> None:
+    """One setting and pass: lines for what was measured in this run, marks for what is quoted."""
+    cells = select(figures, setting, name)
+    mask = "causal" if setting[3] else "full"
+    measured = (
+        ("flash_attn_norm", "flash_attn_norm", "C0"),
+        ("flash", "torch flash (FA2)", "C1"),
+        ("cudnn", "torch cuDNN", "C7"),
+    )
+    for key, label, color in measured:
+        axis.plot(
+            [f["seqlen"] for f in cells],
+            [f[f"{key}_tflop_per_s"] for f in cells],
+            "--" if setting[3] else "-",
+            color=color,
+            marker=".",
+            label=f"{label}, {mask}",
+        )
+    quoted = [f for f in cells if "fa3_quoted_tflop_per_s" in f]
+    axis.plot(
+        [f["seqlen"] for f in quoted],
+        [f["fa3_quoted_tflop_per_s"] for f in quoted],
+        "x" if setting[3] else "o",
+        color="C3",
+        fillstyle="none",
+        label=f"FlashAttention-3 (quoted), {mask}",
+    )
+
+
+def plot_attention(record: dict, folder: Path) -> None:
+    figures = record["figures"]
+    settings = attention_settings(figures)
+    columns = list(dict.fromkeys(setting[:3] for setting in settings))
+    seqlens = sorted({f["seqlen"] for f in figures if "over_flash" in f})
+    figure, axes = plt.subplots(2, len(columns), figsize=(4 * len(columns), 8), sharey="row")
+    for column, (head_dim, heads_q, heads_kv) in enumerate(columns):
+        heads = f"{heads_q} heads" if heads_q == heads_kv else f"{heads_q}/{heads_kv} heads (GQA)"
+        for row, name in enumerate(PASSES):
             axis = axes[row][column]
-            for setting in (s for s in settings if s[0] == head_dim):
-                cells = select(figures, setting, name)
-                style = "--" if setting[3] else "-"
-                mask = "causal" if setting[3] else "full"
-                for who, color in (("flash_attn_norm", "C0"), ("flash", "C1"), ("cudnn", "C7")):
-                    axis.plot(
-                        [f["seqlen"] for f in cells],
-                        [f[f"{who}_tflop_per_s"] for f in cells],
-                        style,
-                        color=color,
-                        marker=".",
-                        label=f"{who}, {mask}",
-                    )
+            for setting in settings:
+                if setting[:3] == columns[column]:
+                    plot_attention_cell(axis, figures, setting, name)
             axis.set_xscale("log", base=2)
-            axis.set_title(f"{name}, head dim {head_dim}")
+            axis.set_xticks(seqlens, [str(seqlen) for seqlen in seqlens], fontsize=8)
+            axis.set_title(f"{name}, head dim {head_dim}, {heads}", fontsize=10)
             axis.set_xlabel("seqlen")
             axis.grid(alpha=0.3)
-        axes[0][0].set_ylabel("TFLOP/s")
-        axes[1][0].set_ylabel("TFLOP/s")
-    axes[0][0].legend(fontsize=7, handlelength=4)
+    for row in axes:
+        row[0].set_ylim(bottom=0)  # last: it ends the scaling to the data
+        row[0].set_ylabel("TFLOP/s")
+    labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(*labels, loc="lower center", ncols=2, handlelength=4, frameon=False)
+    figure.suptitle(f"Attention, {record['device']}, bf16, batch size x seqlen = 16384")
+    figure.tight_layout(rect=(0, 0.11, 1, 1))
+    figure.savefig(folder / "attention_cuda.png", dpi=110)
+    plt.close(figure)
+
+
+def norm_cells(figures: list, is_long: bool) -> dict:
+    """Figures of norms by (rows, hidden_size), norm and pass: of many rows or of few."""
+    cells: dict = {}
+    for f in figures:
+        if "rows" in f and (f["rows"] >= MIN_ROWS) == is_long:
+            shape = cells.setdefault((f["rows"], f["hidden_size"]), {})
+            shape[f["norm"], f["pass"]] = f
+    return cells
+
+
+def share_of_roof(cell: dict, who: str) -> float:
+    """Which share of torch.add's bandwidth `who` reaches, by the bytes that the norm moves."""
+    return cell["of_roof"] * cell["flash_attn_norm_us"] / cell[f"{who}_us"]
+
+
+def norm_shares_table(figures: list) -> str:
+    """Shares of torch.add's bandwidth; last torch's elementwise kernel of as many tensors."""
+    columns = [(norm, name) for norm in NORMS for name in PASSES]
+    header = [f"{NORMS[norm]} {name}" if name == "forward" else name for norm, name in columns]
+    rows = []
+    for (count, hidden_size), cells in norm_cells(figures, is_long=True).items():
+        shares = [f"{share_of_roof(cells[column], 'flash_attn_norm'):.2f}" for column in columns]
+        plain = [share_of_roof(cells[n, "forward"], "elementwise") for n in ("rms", "add_rms")]
+        elementwise = ", ".join(f"{share:.2f}" for share in plain)
+        rows.append([f"{count} x {hidden_size}", *shares, elementwise])
+    return markdown_table(["rows x hidden size", *header, "elementwise"], rows)
+
+
+def norm_peers_table(figures: list) -> str:
+    """Peers' times over ours, hidden sizes from left to right."""
+    shapes = norm_cells(figures, is_long=True).values()
+    rows = []
+    for peer, label in NORM_PEERS.items():
+        for name in PASSES:
+            texts = [f"{label}, forward" if name == "forward" else name]
+            for norm in NORMS:
+                mine = [cells[norm, name] for cells in shapes]
+                ratios = [f[f"{peer}_us"] / f["flash_attn_norm_us"] for f in mine]
+                texts.append(", ".join(f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in ratios))
+            rows.append(texts)
+    return markdown_table(["times of peers over ours", *NORMS.values()], rows)
+
+
+def few_rows_table(figures: list) -> str:
+    """Microseconds: ours, and in brackets the fastest peer's."""
+    rows = []
+    for (count, hidden_size), cells in norm_cells(figures, is_long=False).items():
+        texts = [f"{count} x {hidden_size}"]
+        for norm in NORMS:
+            for name in PASSES:
+                cell = cells[norm, name]
+                best = min(NORM_PEERS, key=lambda peer: cell[f"{peer}_us"])
+                label = "torch" if best == "torch" else NORM_PEERS[best]
+                texts.append(f"{cell['flash_attn_norm_us']:.2f} ({label} {cell[f'{best}_us']:.2f})")
+        rows.append(texts)
+    header = [f"{NORMS[norm]} {n}" if n == "forward" else n for norm in NORMS for n in PASSES]
+    return markdown_table(["rows x hidden size", *header], rows)
+
+
+def plot_norms(record: dict, folder: Path) -> None:
+    shapes = norm_cells(record["figures"], is_long=True)
+    labels = [f"{rows} x {hidden_size}" for rows, hidden_size in shapes]
+    figure, axes = plt.subplots(2, len(NORMS), figsize=(13, 7), sharex=True, sharey=True)
+    hollow = {"ls": "", "fillstyle": "none", "zorder": 3}  # seen on top of our points, too
+    styles = {
+        "flash_attn_norm": {"label": "flash_attn_norm", "color": "C0", "marker": "."},
+        "torch_compile": {"label": "torch.compile", "color": "#808080", "marker": "s", **hollow},
+        "liger": {"label": "Liger", "color": "#e8801a", "marker": "^", **hollow},
+    }
+    for column, (norm, title) in enumerate(NORMS.items()):
+        for row, name in enumerate(PASSES):
+            axis = axes[row][column]
+            cells = [shape[norm, name] for shape in shapes.values()]
+            for who, style in styles.items():
+                axis.plot(labels, [share_of_roof(cell, who) for cell in cells], **style)
+            axis.set_title(f"{title}, {name}", fontsize=10)
+            axis.grid(alpha=0.3)
+            axis.tick_params(axis="x", rotation=30)
+    for row in axes:
+        row[0].set_ylabel("share of torch.add's bandwidth")
+    axes[1][1].set_xlabel("rows x hidden size")
+    axes[0][0].set_ylim(0, 1)
+    axes[0][0].legend(loc="lower center")
+    figure.suptitle(f"Norms, {record['device']}, bf16")
     figure.tight_layout()
-    figure.savefig(PLOTS / "attention_cuda.png", dpi=110)
+    figure.savefig(folder / "norms_cuda.png", dpi=110)
+    plt.close(figure)
 
 
-def norms_table(figures: list) -> str:
-    """The share of the stream's bandwidth and Liger's time over ours, one row per shape."""
-    cells = [f for f in figures if f.get("rows", 0) >= MIN_ROWS]
-    columns = list(dict.fromkeys((f["norm"], f["pass"]) for f in cells))
-    by_cell = {(f["rows"], f["hidden_size"], (f["norm"], f["pass"])): f for f in cells}
-    lines = [
-        "| rows x hidden size | " + " | ".join(f"{norm} {name}" for norm, name in columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
-    for rows, hidden_size in dict.fromkeys((f["rows"], f["hidden_size"]) for f in cells):
-        mine = [by_cell.get((rows, hidden_size, column)) for column in columns]
-        shares = [
-            f"{f['of_roof']:.2f}, x{f['liger_us'] / f['flash_attn_norm_us']:.2f}" if f else ""
-            for f in mine
-        ]
-        lines.append(f"| {rows} x {hidden_size} | " + " | ".join(shares) + " |")
-    return "\n".join(lines)
-
-
-def plot_norms(figures: list) -> None:
-    cells = [f for f in figures if f.get("rows", 0) >= MIN_ROWS]
-    norms = list(dict.fromkeys(f["norm"] for f in cells))
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for axis, name in zip(axes, ("forward", "backward")):
-        for norm in norms:
-            mine = [f for f in cells if f["norm"] == norm and f["pass"] == name]
-            labels = [f"{f['rows']} x {f['hidden_size']}" for f in mine]
-            axis.plot(labels, [f["of_roof"] for f in mine], marker="o", label=norm)
-        axis.set_title(name)
-        axis.tick_params(axis="x", rotation=30)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("share of the stream's bandwidth")
-    axes[0].set_ylim(0, 1)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(PLOTS / "norms_cuda.png", dpi=110)
-
-
-def plot_training(figures: list) -> None:
+def plot_training(record: dict, folder: Path) -> None:
     """The losses of the runs, and how far they lie from the first run with torch's kernels."""
-    losses = {f["losses_of"]: f["losses"] for f in figures if "losses_of" in f}
+    losses = {f["losses_of"]: f["losses"] for f in record["figures"] if "losses_of" in f}
     steps = range(1, len(losses["torch"]) + 1)
     figure, axes = plt.subplots(1, 2, figsize=(11, 4))
     for name, color in (("ours", "C0"), ("torch", "C1"), ("torch_again", "C7")):
-        axes[0].plot(steps, losses[name], color=color, linewidth=1, label=name)
+        label = name.replace("_", " ")
+        axes[0].plot(steps, losses[name], color=color, linewidth=1, label=label)
         if name != "torch":
             distances = [x - y for x, y in zip(losses[name], losses["torch"])]
-            axes[1].plot(steps, distances, color=color, linewidth=1, label=f"{name} - torch")
-    axes[0].set_title("loss")
-    axes[1].set_title("difference of the losses")
+            axes[1].plot(steps, distances, color=color, linewidth=1, label=f"{label} - torch")
+    figure.suptitle(f"Training, {record['device']}, 1B parameters, bf16 products")
+    axes[0].set_title("loss", fontsize=10)
+    axes[1].set_title("difference of the losses", fontsize=10)
     for axis in axes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
         axis.legend()
     figure.tight_layout()
-    figure.savefig(PLOTS / "training_cuda.png", dpi=110)
+    figure.savefig(folder / "training_cuda.png", dpi=110)
+    plt.close(figure)
+
+
+def tables() -> list:
+    """The tables of the documents, as they stand there."""
+    attention, norms = read_figures("attention_cuda"), read_figures("norms_cuda")
+    return [
+        attention_table(attention),
+        means_table(attention),
+        norm_shares_table(norms),
+        norm_peers_table(norms),
+        few_rows_table(norms),
+    ]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--plots", type=Path, default=PLOTS, help="folder for the plots, default docs/plots"
+    )
+    parser.add_argument("--tables-only", action="store_true", help="draw nothing")
+    return parser.parse_args()
 
 
 def main() -> None:
-    PLOTS.mkdir(parents=True, exist_ok=True)
-    attention, norms = read_figures("attention_cuda"), read_figures("norms_cuda")
-    plot_attention(attention)
-    plot_norms(norms)
-    plot_training(read_figures("training_cuda"))
-    print(attention_table(attention), means_table(attention), norms_table(norms), sep="\n\n")
+    arguments = parse_arguments()
+    if not arguments.tables_only:
+        arguments.plots.mkdir(parents=True, exist_ok=True)
+        plot_attention(read_record("attention_cuda"), arguments.plots)
+        plot_norms(read_record("norms_cuda"), arguments.plots)
+        plot_training(read_record("training_cuda"), arguments.plots)
+    print(*tables(), sep="\n\n")
 
 
 if __name__ == "__main__":
