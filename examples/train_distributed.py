@@ -304,7 +304,8 @@ def main() -> None:
     if not is_distributed or dist.get_rank() == 0:
         for step in range(0, training.steps, max(1, training.steps // 10)):
             print(f"step {step + 1:4}  loss {outcome.losses[step]:.4f}")
-        print(f"{outcome.tokens_per_second:,.0f} tokens/s, {outcome.peak_bytes / 1e9:.1f} GB")
+        memory = f", {outcome.peak_bytes / 1e9:.1f} GB" if device.type == "cuda" else ""
+        print(f"{outcome.tokens_per_second:,.0f} tokens/s{memory}")
         if output is not None:
             output.write_text(json.dumps({**vars(training), **vars(outcome)}) + "\n")
     if is_distributed:

@@ -27,6 +27,10 @@ def test_train_tiny(tmp_path):
         r"^ +\d+ +(\d+\.\d+) +(\d+\.\d+) +(\d\.\de[+-]\d+)", result.stdout, re.MULTILINE
     )
     assert len(rows) >= 10
+    gap, largest = re.search(
+        r"gradients of step 1 +(\S+) largest difference, (\S+) largest value", result.stdout
+    ).groups()
+    assert 0 < float(gap) < 1e-4 * float(largest), "other kernels round differently, no more"
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert not result.stderr.strip(), "warnings would bury the demo's text"
 
