@@ -35,6 +35,8 @@ FEW_ROWS = [(1, 4096), (16, 4096), (128, 4096), (128, 128), (128, 8192)]
 CPU_SHAPES = [(16384, 128), (2048, 1024), (2048, 4096), (512, 8192)]
 NORMS = ["rms", "layer", "add_rms"]
 EPS = 1e-6
+# Which of (x, residual, weight, bias) a norm has gradients of.
+WITH_GRADIENT = {"rms": (0, 2), "layer": (0, 2, 3), "add_rms": (0, 1, 2)}
 # Tensors of the rows' size that a pass reads and writes at least.
 TENSORS = {
     ("rms", "forward"): 2,
@@ -168,8 +170,8 @@ def time_pass(function, sets, name, which, repeats) -> float:
 
 
 def gradients(outputs, inputs, douts, name) -> tuple:
-    wanted = {"rms": (0, 2), "layer": (0, 2, 3), "add_rms": (0, 1, 2)}[name]
-    return torch.autograd.grad(outputs, [inputs[i] for i in wanted], douts, retain_graph=True)
+    wanted = [inputs[i] for i in WITH_GRADIENT[name]]
+    return torch.autograd.grad(outputs, wanted, douts, retain_graph=True)
 
 
 def time_elementwise(sets, name, which, repeats) -> float:
@@ -314,7 +316,7 @@ def measure_cpu(kernel, args, save) -> list:
             ((inputs, douts),) = make_sets(rows, hidden_size, DTYPES[dtype], device, 1)
             for name in args.norms:
                 used = slice(0, 2 if name == "add_rms" else 1)
-                wanted = {"rms": (0, 2), "layer": (0, 2, 3), "add_rms": (0, 1, 2)}[name]
+                wanted = WITH_GRADIENT[name]
                 times = {candidate: [] for candidate in candidates}
                 for _ in range(args.repeats):
                     for candidate, functions in candidates.items():

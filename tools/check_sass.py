@@ -15,9 +15,14 @@ from pathlib import Path
 from .ninja_file import BuildPlan
 from .symbols import demangle
 
-# Kernels of these sources, the ones with products, must use both kinds of instruction. The opcode
-# is in the low 12 bits of a 16-byte instruction, seen in cuobjdump's own dumps of sm_90a code.
-HOPPER_SOURCES = "csrc/attention/sm90/*_hdim*.cu"
+# What every kernel of these sources must hold. Decoding's have no wgmma but in latent attention.
+HOPPER_SOURCES = {
+    "csrc/attention/sm90/*_hdim*.cu": ("HGMMA", "UTMALDG"),
+    "csrc/attention/decode/sm90a/latent.cu": ("HGMMA", "UTMALDG"),
+    "csrc/attention/decode/sm90a/bulk_*.cu": ("UTMALDG",),
+}
+# The opcode is in the low 12 bits of a 16-byte instruction, seen in cuobjdump's own dumps of sm_90a
+# code.
 OPCODES = {
     "HGMMA": {0x9F0, 0xDF0},  # wgmma.mma_async, A in shared memory or in registers
     "UTMALDG": {0x5B4},  # cp.async.bulk.tensor, global to shared
@@ -28,12 +33,22 @@ def check_sass(plan: BuildPlan, cuobjdump: Path) -> list[str]:
     """What is wrong with the machine code; empty when nothing is."""
     problems = []
     for step in plan.steps:
-        if step.is_cuda and Path(step.source).match(HOPPER_SOURCES):
-            for kernel, counts in count_instructions(step.object, cuobjdump).items():
-                missing = [name for name in OPCODES if counts[name] == 0]
-                if missing:
-                    problems.append(f"{kernel} has no {' and no '.join(missing)}")
+        required = required_instructions(step.source) if step.is_cuda else ()
+        if not required:
+            continue
+        for kernel, counts in count_instructions(step.object, cuobjdump).items():
+            missing = [name for name in required if counts[name] == 0]
+            if missing:
+                problems.append(f"{kernel} has no {' and no '.join(missing)}")
     return problems
+
+
+def required_instructions(source: Path | str) -> tuple[str, ...]:
+    """What every kernel of this source must hold; nothing for most sources."""
+    for pattern, names in HOPPER_SOURCES.items():
+        if Path(source).match(pattern):
+            return names
+    return ()
 
 
 def count_instructions(path: Path, cuobjdump: Path) -> dict[str, Counter]:

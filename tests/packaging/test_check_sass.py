@@ -1,5 +1,6 @@
 """The check of machine code: a Hopper kernel without wgmma or without the copy engine is found."""
 
+import re
 import subprocess
 
 import pytest
@@ -74,13 +75,16 @@ def test_other_sources_may_do_without(tmp_path, cuobjdump, source):
     assert check_sass(build, cuobjdump) == []
 
 
-def test_every_source_with_products_is_checked():
-    launchers = {
-        f'#include "attention/sm90/{name}_launch.cuh"' for name in ("fwd", "bwd", "bwd_cluster")
-    }
-    sources = (ROOT / "csrc/attention/sm90").glob("*.cu")
-    with_products = {
-        path for path in sources if launchers.intersection(path.read_text().splitlines())
-    }
-    assert with_products == set(ROOT.glob(HOPPER_SOURCES))
-    assert ROOT / HOPPER_SOURCE in with_products
+def test_kernels_without_products_still_need_the_copy_engine(tmp_path, cuobjdump):
+    build = compiled(tmp_path, OTHER_KERNEL, "csrc/attention/decode/sm90a/bulk_hdim64.cu")
+    assert check_sass(build, cuobjdump) == ["neither has no UTMALDG"]
+
+
+def test_every_source_that_launches_hopper_kernels_is_checked():
+    """Such kernels and what launches them stand in headers of the same two folders."""
+    header = re.compile(r'#include "attention/(decode/sm90a|sm90)/\w+_(launch|kernel)\.cuh"')
+    folders = (ROOT / "csrc/attention/sm90", ROOT / "csrc/attention/decode/sm90a")
+    sources = [path for folder in folders for path in folder.glob("*.cu")]
+    launching = {path for path in sources if header.search(path.read_text())}
+    assert launching == {path for pattern in HOPPER_SOURCES for path in ROOT.glob(pattern)}
+    assert ROOT / HOPPER_SOURCE in launching
