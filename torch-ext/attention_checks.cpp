@@ -16,6 +16,7 @@ namespace flash_attn_norm {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
+constexpr const char* kDenseShape = "(batch_size, seqlen_q, num_heads_q, head_dim)";
 
 struct Shapes {
     bool packed;
@@ -67,9 +68,7 @@ Shapes check_shapes(const AttentionArguments& arguments) {
     }
     const bool packed = arguments.cu_seqlens_q.has_value();
     const int64_t rank = packed ? 3 : 4;
-    check_rank("q", q, rank,
-               packed ? "(total_q, num_heads_q, head_dim)"
-                      : "(batch_size, seqlen_q, num_heads_q, head_dim)");
+    check_rank("q", q, rank, packed ? "(total_q, num_heads_q, head_dim)" : kDenseShape);
     check_rank("k", k, rank,
                packed ? "(total_k, num_heads_kv, head_dim)"
                       : "(batch_size, seqlen_k, num_heads_kv, head_dim)");
@@ -83,17 +82,20 @@ Shapes check_shapes(const AttentionArguments& arguments) {
     }
     const int64_t row_dim = rank - 3, head_dim = rank - 2, last = rank - 1;
     if (k.size(row_dim) != v.size(row_dim)) {
-        refuse("k has ", k.size(row_dim), " rows and v has ", v.size(row_dim), " (k ",
+        refuse("k has ", counted(k.size(row_dim), "row"), " and v has ", v.size(row_dim), " (k ",
                shape_text(k), ", v ", shape_text(v), "); they must be equal");
     }
     const int64_t num_heads_q = q.size(head_dim), num_heads_kv = k.size(head_dim);
     if (v.size(head_dim) != num_heads_kv) {
-        refuse("k has ", num_heads_kv, " heads and v has ", v.size(head_dim),
+        refuse("k has ", counted(num_heads_kv, "head"), " and v has ", v.size(head_dim),
                "; they must be equal");
     }
     if (num_heads_kv < 1 || num_heads_q < 1 || num_heads_q % num_heads_kv != 0) {
-        refuse("q has ", num_heads_q, " heads and k and v have ", num_heads_kv,
-               "; num_heads_q must be a positive multiple of num_heads_kv");
+        const bool transposed =
+            !packed && q.size(1) > 0 && k.size(1) > 0 && q.size(1) % k.size(1) == 0;
+        refuse("q has ", counted(num_heads_q, "head"), " and k and v have ", num_heads_kv,
+               "; num_heads_q must be a positive multiple of num_heads_kv",
+               transposed ? transposed_text("q", q, kDenseShape) + ", and k and v likewise" : "");
     }
     if (num_heads_q > std::numeric_limits<int32_t>::max()) {
         refuse("q has ", num_heads_q, " heads; at most 2147483647 are allowed");

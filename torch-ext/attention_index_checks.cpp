@@ -66,8 +66,8 @@ int64_t check_cumulative(const char* name, const int32_t* values, int64_t count,
         longest = std::max(longest, length);
     }
     if (values[count - 1] > rows) {
-        refuse(name, " ends at ", values[count - 1], " but ", rows_name, " has ", rows,
-               " rows; its last value must be at most the number of rows");
+        refuse(name, " ends at ", values[count - 1], " but ", rows_name, " has ",
+               counted(rows, "row"), "; its last value must be at most the number of rows");
     }
     return longest;
 }
@@ -92,9 +92,9 @@ void check_index_values(const AttentionArguments& arguments, int64_t total_q, in
     const int64_t longest_k =
         check_cumulative("cu_seqlens_k", values.data() + count, count, "k", total_k);
     if (arguments.attn_bias && arguments.attn_bias->size(2) < longest_k) {
-        refuse("attn_bias has ", arguments.attn_bias->size(2),
-               " columns but the longest sequence of cu_seqlens_k has ", longest_k,
-               " keys; it must have a column for each");
+        refuse("attn_bias has ", counted(arguments.attn_bias->size(2), "column"),
+               " but the longest sequence of cu_seqlens_k has ", counted(longest_k, "key"),
+               "; it must have a column for each");
     }
 }
 
@@ -102,8 +102,8 @@ void check_index_tensors(const AttentionArguments& arguments) {
     check_index_tensor("cu_seqlens_q", *arguments.cu_seqlens_q);
     check_index_tensor("cu_seqlens_k", *arguments.cu_seqlens_k);
     if (arguments.cu_seqlens_q->size(0) != arguments.cu_seqlens_k->size(0)) {
-        refuse("cu_seqlens_q has ", arguments.cu_seqlens_q->size(0),
-               " elements and cu_seqlens_k has ", arguments.cu_seqlens_k->size(0),
+        refuse("cu_seqlens_q has ", counted(arguments.cu_seqlens_q->size(0), "element"),
+               " and cu_seqlens_k has ", arguments.cu_seqlens_k->size(0),
                "; both must have batch_size + 1");
     }
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <string>
 
 #include "attention_checks.h"
 #include "attention_index_checks.h"
@@ -40,15 +41,15 @@ void check_devices(const KvCacheArguments& arguments) {
 
 void check_dtypes(const KvCacheArguments& arguments) {
     const ScalarType dtype = arguments.q.scalar_type();
-    const auto check = [&](const char* name, const Tensor& tensor) {
+    const auto check = [&](const char* name, const Tensor& tensor, const std::string& cure) {
         if (tensor.scalar_type() == dtype) return;
         refuse(name, " has dtype ", tensor.scalar_type(), " and q has ", dtype,
-               "; they must have one dtype: cast q, or make the cache in q's");
+               "; they must have one dtype: ", cure);
     };
-    check("k_cache", arguments.k_cache);
-    check("v_cache", arguments.v_cache);
-    if (arguments.k) check("k", *arguments.k);
-    if (arguments.v) check("v", *arguments.v);
+    check("k_cache", arguments.k_cache, "cast q, or make the cache in q's");
+    check("v_cache", arguments.v_cache, "cast q, or make the cache in q's");
+    if (arguments.k) check("k", *arguments.k, "cast k, k.to(" + text(dtype) + ")");
+    if (arguments.v) check("v", *arguments.v, "cast v, v.to(" + text(dtype) + ")");
     if (!is_float_dtype(dtype)) {
         refuse("q and the cache have dtype ", dtype,
                "; allowed are torch.bfloat16, torch.float16 and, on the CPU, torch.float32");
@@ -68,9 +69,10 @@ void check_cache_shapes(const KvCacheArguments& arguments) {
     check_rank("q", q, packed ? 3 : 4,
                packed ? "(total_q, num_heads_q, head_dim)"
                       : "(batch_size, seqlen_q, num_heads_q, head_dim)");
-    check_rank("k_cache", k, 4,
-               paged ? "(num_pages, page_size, num_heads_kv, head_dim)"
-                     : "(batch_size_cache, seqlen_cache, num_heads_kv, head_dim)");
+    const char* const cache_shape =
+        paged ? "(num_pages, page_size, num_heads_kv, head_dim)"
+              : "(batch_size_cache, seqlen_cache, num_heads_kv, head_dim)";
+    check_rank("k_cache", k, 4, cache_shape);
     check_rank("v_cache", v, 4,
                paged ? "(num_pages, page_size, num_heads_kv, head_dim_v)"
                      : "(batch_size_cache, seqlen_cache, num_heads_kv, head_dim_v)");
@@ -81,8 +83,11 @@ void check_cache_shapes(const KvCacheArguments& arguments) {
     }
     const int64_t num_heads_q = q.size(q.dim() - 2), num_heads_kv = k.size(2);
     if (num_heads_kv < 1 || num_heads_q < 1 || num_heads_q % num_heads_kv != 0) {
-        refuse("q has ", num_heads_q, " heads and the cache has ", num_heads_kv,
-               "; num_heads_q must be a positive multiple of num_heads_kv");
+        const bool transposed = k.size(1) > 0 && num_heads_q > 0 && num_heads_q % k.size(1) == 0;
+        refuse("q has ", counted(num_heads_q, "head"), " and the cache has ", num_heads_kv,
+               "; num_heads_q must be a positive multiple of num_heads_kv",
+               transposed ? transposed_text("k_cache", k, cache_shape) + ", and v_cache likewise"
+                          : "");
     }
     if (num_heads_q > std::numeric_limits<int32_t>::max()) {
         refuse("q has ", num_heads_q, " heads; at most 2147483647 are allowed");
@@ -158,6 +163,17 @@ void check_memory(const KvCacheArguments& arguments) {
     check("s_aux", arguments.s_aux);
 }
 
+/// What the refusal of new rows adds if they, or the cache, seem to have their heads first.
+std::string transposed_rows_text(const char* name, const Tensor& rows, const Tensor& cache) {
+    const std::string rows_name(name);
+    if (rows.size(1) == cache.size(2)) {
+        return "; " + rows_name + " looks transposed, pass " + rows_name + ".transpose(1, 2)";
+    }
+    if (rows.size(2) != cache.size(1)) return "";
+    const std::string cache_name = rows_name + "_cache";
+    return "; " + cache_name + " looks transposed, pass " + cache_name + ".transpose(1, 2)";
+}
+
 /// The new rows and the rotary tables.
 void check_append(const KvCacheArguments& arguments, int64_t batch_size) {
     const Tensor &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
@@ -169,7 +185,8 @@ void check_append(const KvCacheArguments& arguments, int64_t batch_size) {
         }
         refuse(name, " has shape ", shape_text(rows),
                "; it must be (batch_size, seqlen_new, num_heads_kv, head_dim) = (", batch_size,
-               ", ", arguments.k->size(1), ", ", cache.size(2), ", ", cache.size(3), ")");
+               ", ", arguments.k->size(1), ", ", cache.size(2), ", ", cache.size(3), ")",
+               transposed_rows_text(name, rows, cache));
     };
     check_rows("k", *arguments.k, k_cache);
     check_rows("v", *arguments.v, v_cache);
@@ -294,8 +311,8 @@ KvCacheAttentionParams check_kvcache(KvCacheArguments& arguments) {
     params.num_splits = static_cast<int>(arguments.num_splits);
     if (params.cache.capacity() > 0 && params.cache.num_entries == 0 && batch_size > 0) {
         if (!params.cache.is_paged) {
-            refuse("k_cache has shape ", shape_text(arguments.k_cache), ": no row for any of the ",
-                   batch_size, " sequences");
+            refuse("k_cache has shape ", shape_text(arguments.k_cache),
+                   ": no row for any sequence, batch_size = ", batch_size);
         }
         refuse("k_cache has shape ", shape_text(arguments.k_cache),
                ": no pages, but block_table has ", params.cache.pages_per_sequence,

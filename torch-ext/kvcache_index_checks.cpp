@@ -40,8 +40,8 @@ void check_page_table(const KvCacheArguments& arguments, int64_t batch_size) {
                "; it must be torch.int32, e.g. block_table.to(torch.int32)");
     }
     if (table.size(0) != batch_size) {
-        refuse("block_table has shape ", shape_text(table), "; it must have a row for each of the ",
-               batch_size, " sequences");
+        refuse("block_table has shape ", shape_text(table),
+               "; it must have a row for each sequence, batch_size = ", batch_size);
     }
     if (!has_unit_last_stride(table)) {
         refuse("block_table has stride ", table.stride(1),
@@ -83,11 +83,11 @@ std::string indexed(const char* name, int64_t index) {
 /// How much a sequence may hold, in words.
 std::string capacity_text(const KvCacheArguments& arguments, int64_t capacity) {
     std::string text = arguments.page_table ? "the page table has room for " : "the cache has ";
+    if (!arguments.page_table) return text + counted(capacity, "row") + " for each sequence";
     text += std::to_string(capacity);
-    if (!arguments.page_table) return text += " rows for each sequence";
     text += " (";
-    text += std::to_string(arguments.page_table->size(1));
-    text += " pages of ";
+    text += counted(arguments.page_table->size(1), "page");
+    text += " of ";
     text += std::to_string(arguments.k_cache.size(1));
     return text += ")";
 }
@@ -99,13 +99,14 @@ void check_length(const KvCacheArguments& arguments, const std::string& name, in
     if (stored > capacity - seqlen_new) {  // no sum: stored may be any int
         const std::string room = capacity_text(arguments, capacity);
         if (!arguments.k) refuse(name, " is ", stored, ", but ", room);
-        refuse(name, " is ", stored, " and k has ", seqlen_new, " new rows, but ", room,
+        refuse(name, " is ", stored, " and k has ", counted(seqlen_new, "new row"), ", but ", room,
                "; nothing was appended");
     }
     if (arguments.rotary_cos && stored > arguments.rotary_cos->size(0) - rows_rotated) {
-        refuse(name, " is ", stored, " and ", rows_rotated,
-               " rows are rotated from there on, but rotary_cos and rotary_sin have ",
-               arguments.rotary_cos->size(0), " rows; nothing was appended");
+        refuse(name, " is ", stored, " and ", counted(rows_rotated, "row"),
+               rows_rotated == 1 ? " is" : " are",
+               " rotated from there on, but rotary_cos and rotary_sin have ",
+               counted(arguments.rotary_cos->size(0), "row"), "; nothing was appended");
     }
 }
 
@@ -116,8 +117,8 @@ void check_pages(const KvCacheArguments& arguments, const HostValues& pages, int
     for (int64_t page = page_size > 0 ? begin / page_size : 0; page * page_size < end; ++page) {
         const int64_t entry = pages.at(batch, page);
         if (entry >= 0 && entry < num_pages) continue;
-        refuse("block_table[", batch, ", ", page, "] is ", entry, ", but the cache has ", num_pages,
-               " pages");
+        refuse("block_table[", batch, ", ", page, "] is ", entry, ", but the cache has ",
+               counted(num_pages, "page"));
     }
 }
 
@@ -154,7 +155,7 @@ void check_all(const KvCacheArguments& arguments, const KvCacheAttentionParams& 
         const int64_t end = stored + arguments.seqlen_new();
         if (entries && (entries->at(batch) < 0 || entries->at(batch) >= cache.num_entries)) {
             refuse(indexed("cache_batch_idx", batch), " is ", entries->at(batch),
-                   ", but the cache has ", cache.num_entries, " rows");
+                   ", but the cache has ", counted(cache.num_entries, "row"));
         }
         if (leftpads && (leftpads->at(batch) < 0 || leftpads->at(batch) > end)) {
             refuse(indexed("cache_leftpad", batch), " is ", leftpads->at(batch),
@@ -189,15 +190,16 @@ void check_kvcache_index_tensors(const KvCacheArguments& arguments, int64_t batc
     if (arguments.cu_seqlens_k) {
         check_index_tensor("cu_seqlens_k", *arguments.cu_seqlens_k);
         if (arguments.cu_seqlens_k->size(0) != batch_size + 1) {
-            refuse("cu_seqlens_k has ", arguments.cu_seqlens_k->size(0),
-                   " elements; it must have batch_size + 1 = ", batch_size + 1);
+            refuse("cu_seqlens_k has ", counted(arguments.cu_seqlens_k->size(0), "element"),
+                   "; it must have batch_size + 1 = ", batch_size + 1);
         }
     }
     if (arguments.page_table) check_page_table(arguments, batch_size);
     if (!arguments.page_table && !arguments.cache_batch_idx &&
         arguments.k_cache.size(0) < batch_size) {
-        refuse("k_cache has shape ", shape_text(arguments.k_cache), ", but there are ", batch_size,
-               " sequences; it must have a row for each, or cache_batch_idx must say which is "
+        refuse("k_cache has shape ", shape_text(arguments.k_cache), ", but batch_size is ",
+               batch_size,
+               "; it must have a row for each sequence, or cache_batch_idx must say which is "
                "whose");
     }
 }

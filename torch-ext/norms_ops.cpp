@@ -77,7 +77,7 @@ void check_residual(const Tensor& residual, const Tensor& x) {
 
 CastingMode check_casting_mode(int64_t casting_mode) {
     if (casting_mode < 0 || casting_mode > 2) {
-        fan::refuse("casting_mode = ", casting_mode,
+        fan::refuse("casting_mode is ", casting_mode,
                     "; allowed are 0 (llama), 1 (gemma) and 2 (none)");
     }
     return static_cast<CastingMode>(casting_mode);
@@ -196,14 +196,14 @@ NormProblem make_problem(const Tensor& x, const std::optional<Tensor>& weight, d
     problem.x_dtype = fan::to_dtype("x", x);
     problem.is_layer_norm = is_layer_norm;
     if (!std::isfinite(static_cast<float>(weight_offset))) {
-        fan::refuse("weight_offset = ", weight_offset, "; it must be finite");
+        fan::refuse("weight_offset is ", weight_offset, "; it must be finite");
     }
     if (weight) {
         check_parameter("weight", *weight, x);
         problem.weight_dtype = fan::to_dtype("weight", *weight);
         problem.weight_offset = static_cast<float>(weight_offset);
     } else if (weight_offset != 0.0) {
-        fan::refuse("weight_offset = ", weight_offset,
+        fan::refuse("weight_offset is ", weight_offset,
                     " but weight is None; an offset needs a weight to be added to");
     }
     return problem;
@@ -228,7 +228,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_fwd(const Tensor& x, const std::optional
                                             bool needs_residual_out) {
     check_input("x", x);
     if (!std::isfinite(static_cast<float>(eps)) || eps < 0.0) {
-        fan::refuse("eps = ", eps, "; it must be finite and not negative");
+        fan::refuse("eps is ", eps, "; it must be finite and not negative");
     }
     NormFwdParams params;
     NormProblem& problem = params.problem;

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cctype>
 #include <cstdint>
 #include <cstdio>
 #include <stdexcept>
@@ -57,15 +58,23 @@ inline std::string text(ScalarType dtype) {
             return "torch.int8";
         case ScalarType::Short:
             return "torch.int16";
+        case ScalarType::ComplexHalf:
+            return "torch.complex32";
         case ScalarType::ComplexFloat:
             return "torch.complex64";
         case ScalarType::ComplexDouble:
             return "torch.complex128";
-        case ScalarType::Bool:
-            return "torch.bool";
-        default:
-            return torch::headeronly::toString(dtype);
+        default: {  // Bool, UInt16, Float8_e5m2, ...: the same name in lower case
+            std::string name = torch::headeronly::toString(dtype);
+            for (char& letter : name) letter = static_cast<char>(std::tolower(letter));
+            return "torch." + name;
+        }
     }
+}
+
+/// "1 row" or "3 rows".
+inline std::string counted(int64_t count, const char* noun) {
+    return std::to_string(count) + " " + noun + (count == 1 ? "" : "s");
 }
 
 /// Numbers as Python prints a tuple of them.
@@ -92,6 +101,12 @@ inline std::string device_text(const Tensor& tensor) {
     if (tensor.is_cpu()) return "cpu";
     const std::string index = std::to_string(tensor.get_device_index());
     return (tensor.is_cuda() ? "cuda:" : "device:") + index;
+}
+
+/// What a refusal adds where rows and heads seem to have changed places.
+inline std::string transposed_text(const char* name, const Tensor& tensor, const char* shape) {
+    return std::string("; ") + name + " has shape " + shape_text(tensor) + ", expected " + shape +
+           ": it looks transposed, pass " + name + ".transpose(1, 2)";
 }
 
 /// Throws std::invalid_argument with the parts one after the other.
@@ -124,8 +139,8 @@ inline DType to_dtype(const char* name, const Tensor& tensor) {
 /// Refuses a tensor of another rank; `shape` says what is meant, e.g. "(rows, hidden_size)".
 inline void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* shape) {
     if (tensor.dim() == rank) return;
-    refuse(name, " has shape ", shape_text(tensor), ", ", tensor.dim(), " dimensions; expected ",
-           rank, ": ", shape);
+    refuse(name, " has shape ", shape_text(tensor), ", ", counted(tensor.dim(), "dimension"),
+           "; expected ", rank, ": ", shape);
 }
 
 /// Refuses a tensor that is not on the device of `reference`.

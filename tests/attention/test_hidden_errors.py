@@ -22,7 +22,7 @@ def test_ints_beyond_64_bits(kernel, inputs, power, sign):
     refused("dropout_p is ", kernel.flash_attn_func, **inputs, dropout_p=value)
     if sign < 0 or power == 1100:
         refused("softcap is ", kernel.flash_attn_func, **inputs, softcap=value)
-        refused("eps = ", kernel.rms_norm, inputs["q"], eps=value)
+        refused("eps is ", kernel.rms_norm, inputs["q"], eps=value)
 
 
 def test_dtypes_that_ops_have_no_number_for(kernel, inputs):

@@ -325,7 +325,9 @@ def test_a_bad_page_that_is_written_in_front_of_the_left_padding(kernel, bf16_pl
 def test_a_cache_without_rows_for_indices(kernel, case, bf16_place):
     empty = {name: case[name][:0] for name in ("k_cache", "v_cache")}
     index = lengths_tensor([0, 0], bf16_place)
-    refused_whole(kernel, case, "no row for any of the 2 sequences", **empty, cache_batch_idx=index)
+    refused_whole(
+        kernel, case, "no row for any sequence, batch_size = 2", **empty, cache_batch_idx=index
+    )
 
 
 @pytest.mark.parametrize("num_splits", [129, 2**31 - 1])

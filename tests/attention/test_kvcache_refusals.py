@@ -37,7 +37,11 @@ def test_rank(kernel, case, name):
 @pytest.mark.parametrize("name", ["k_cache", "v_cache", "k", "v"])
 def test_dtypes(kernel, case, name):
     wrong = case[name].to(torch.float16)
-    refused_whole(kernel, case, name, "torch.float16", "torch.bfloat16", **{name: wrong})
+    cure = "make the cache in q's" if "cache" in name else f"cast {name}, {name}.to(torch.bfloat16)"
+    said = name, "torch.float16", "torch.bfloat16", cure
+    refused_whole(kernel, case, *said, **{name: wrong})
+    meta = {n: value.to("meta") for n, value in {**case, name: wrong}.items()}
+    refused(lambda: kernel.flash_attn_with_kvcache(**meta), *said)
 
 
 def test_dtype_that_is_not_taken(kernel, case):
@@ -110,7 +114,7 @@ def test_page_table(kernel, paged):
 
 def test_cache_of_too_few_rows(kernel, case):
     fewer = {name: case[name][:1].clone() for name in ("k_cache", "v_cache")}
-    refused_whole(kernel, case, "k_cache", "2 sequences", "cache_batch_idx", **fewer)
+    refused_whole(kernel, case, "k_cache", "batch_size is 2", "cache_batch_idx", **fewer)
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
@@ -304,6 +308,8 @@ def test_more_than_the_capacity_as_an_int(kernel, case, paged):
         kernel, case, f"cache_seqlens is {capacity + 1}", cache_seqlens=capacity + 1, k=None, v=None
     )
     refused_whole(kernel, case, "cache_seqlens is -1", "at least 0", cache_seqlens=-1)
+    case |= {name: case[name][:, :1] for name in ("k", "v")}
+    refused_whole(kernel, case, "and k has 1 new row, but", cache_seqlens=capacity)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

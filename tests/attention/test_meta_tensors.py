@@ -1,9 +1,12 @@
 """Calls on "meta" tensors, which end in the op's fake: the same shapes and the same refusals."""
 
+import math
+
 import pytest
 import torch
 
 from .comparison import make_inputs, make_packed
+from .kvcache_comparison import make_case
 from .test_refusals import dense, packed, refused
 
 PLACE = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
@@ -52,6 +55,58 @@ def test_dtypes_and_index_tensors_on_meta(kernel, inputs, packed_inputs):
     refused(
         packed(kernel, on_meta(packed_inputs, cu_seqlens_k=wide)), "cu_seqlens_k", "torch.int32"
     )
+
+
+def message_of(call) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"softmax_scale": math.nan},
+        {"softmax_scale": -1e300},
+        {"window_size": (-2, 0)},
+        {"window_size": (0, -7)},
+        {"softcap": -1},
+        {"softcap": 1e-60},
+        {"softcap": math.inf},
+        {"dropout_p": 1.0},
+        {"dropout_p": -0.5},
+        {"dropout_p": math.nan},
+    ],
+    ids=str,
+)
+def test_numbers(kernel, inputs, packed_inputs, option):
+    """The same text as with values."""
+    expected = message_of(dense(kernel, inputs, **option))
+    assert message_of(dense(kernel, on_meta(inputs), **option)) == expected
+    assert message_of(packed(kernel, on_meta(packed_inputs), **option)) == expected
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"softmax_scale": math.inf},
+        {"window_size": (0, -2)},
+        {"softcap": -0.5},
+        {"num_splits": -1},
+        {"num_splits": 2**31},
+        {"cache_seqlens": -1},
+        {"cache_seqlens": 1000},
+        {"cache_seqlens": 2**63 - 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("append", [0, 1, 3], ids="append {}".format)
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_numbers_with_a_cache(kernel, option, append, page_size):
+    case = make_case(PLACE, [20, 9], 2, append, heads=(4, 2), head_dim=16, page_size=page_size)
+    expected = message_of(lambda: kernel.flash_attn_with_kvcache(**{**case, **option}))
+    meta = {**on_meta(case), **option}
+    assert message_of(lambda: kernel.flash_attn_with_kvcache(**meta)) == expected
 
 
 @pytest.mark.parametrize("name", ["alibi_slopes", "s_aux", "attn_bias"])

@@ -310,6 +310,34 @@ def test_max_seqlen(kernel, packed_inputs, name):
     refused(packed(kernel, packed_inputs, **{name: wrong}), f"{name} has shape (2,)")
 
 
+def test_flags_by_position(kernel, inputs, packed_inputs):
+    """The arguments between them and k, v are many."""
+    said = "; write flags by name, as in causal=True"
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    refused(lambda: kernel.flash_attn_func(q, k, v, True), "dropout_p is True", said)
+    refused(lambda: kernel.flash_attn_func(q, k, v, 0.0, True), "softmax_scale is True", said)
+    refused(lambda: kernel.flash_attn_func(q, k, v, 0.0, None, True, True), "window_size", said)
+    refused(dense(kernel, inputs, alibi_slopes=True), "alibi_slopes is True", said)
+    refused(packed(kernel, packed_inputs, max_seqlen_k=True), "max_seqlen_k is True", said)
+    refused(packed(kernel, packed_inputs, cu_seqlens_k=True), "cu_seqlens_k is True", said)
+    with_cache = kernel.flash_attn_with_kvcache
+    refused(lambda: with_cache(q, k, v, k, v, True, cache_seqlens=0), "rotary_cos is True", said)
+
+
+@pytest.mark.parametrize("device", ["of values", "meta"])
+def test_heads_before_rows(kernel, inputs, device):
+    """As torch.nn.functional.scaled_dot_product_attention has them."""
+    inputs = {name: tensor.transpose(1, 2) for name, tensor in inputs.items()}
+    if device == "meta":
+        inputs = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    refused(
+        dense(kernel, inputs),
+        "q has 9 heads and k and v have 12",
+        "q has shape (2, 4, 9, 16), expected (batch_size, seqlen_q, num_heads_q, head_dim)",
+        "it looks transposed, pass q.transpose(1, 2), and k and v likewise",
+    )
+
+
 def test_packed_tensors(kernel, bf16_place):
     qkv = torch.rand(1, 5, 2, 4, 16, **bf16_place)
     refused(lambda: kernel.flash_attn_qkvpacked_func(qkv), "qkv has shape (1, 5, 2, 4, 16)", "3")

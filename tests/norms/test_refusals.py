@@ -74,7 +74,7 @@ def test_dtypes(kernel, device):
 @pytest.mark.parametrize("eps", [float("nan"), float("inf"), -1e-6])
 def test_eps(kernel, device, eps):
     text = {"nan": "nan", "inf": "inf"}.get(str(eps), "-1e-06")
-    message = f"eps = {text}; it must be finite and not negative"
+    message = f"eps is {text}; it must be finite and not negative"
     refuses(message, kernel.rms_norm, x_of(device, 3, 4), eps=eps)
     refuses(message, kernel.layer_norm, x_of(device, 3, 4), eps=eps)
 
@@ -82,14 +82,14 @@ def test_eps(kernel, device, eps):
 def test_weight_offset(kernel, device):
     x, weight = x_of(device, 3, 4), x_of(device, 4)
     refuses(
-        "weight_offset = nan; it must be finite",
+        "weight_offset is nan; it must be finite",
         kernel.rms_norm,
         x,
         weight,
         weight_offset=float("nan"),
     )
     refuses(
-        "weight_offset = 1 but weight is None; an offset needs a weight to be added to",
+        "weight_offset is 1 but weight is None; an offset needs a weight to be added to",
         kernel.rms_norm,
         x,
         weight_offset=1.0,
@@ -168,7 +168,7 @@ def test_backward_op(kernel, device):
         *flags,
     )
     refuses_directly(
-        "casting_mode = 3; allowed are 0 (llama), 1 (gemma) and 2 (none)",
+        "casting_mode is 3; allowed are 0 (llama), 1 (gemma) and 2 (none)",
         norm_bwd,
         dout,
         None,
@@ -218,3 +218,40 @@ def test_meta_tensors_are_refused_as_others(kernel, name, shape, dtype, part):
         x = torch.zeros(3, 8, device=device)
         with pytest.raises(ValueError, match=re.escape(part)):
             kernel.rms_norm(x, **{name: torch.zeros(shape, dtype=dtype, device=device)})
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"eps": -1},
+        {"eps": float("nan")},
+        {"eps": 1e300},
+        {"weight_offset": float("inf")},
+        {"weight_offset": 1.0, "weight": None},
+    ],
+    ids=str,
+)
+def test_numbers_on_meta(kernel, option):
+    """The same text as with values."""
+    texts = []
+    for device in ("cpu", "meta"):
+        x, weight = x_of(device, 3, 4), x_of(device, 4)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared
+            kernel.rms_norm(x, **{"weight": weight, **option})
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"{next(iter(option))} is ")
+    with pytest.raises(ValueError, match="hidden_size of at least 1"):
+        kernel.rms_norm(x_of("meta", 3, 0))
+
+
+def test_flags_by_position(kernel, device):
+    x = x_of(device, 3, 4)
+    said = "write flags by name"
+    refuses(
+        f"eps is True (bool); it must be a number; {said}, as in causal=True",
+        kernel.rms_norm,
+        x,
+        None,
+        True,
+    )

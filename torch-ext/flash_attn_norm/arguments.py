@@ -3,6 +3,7 @@ layouts and derivatives that a call cannot follow. Shapes, dtypes and ranges are
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -15,7 +16,7 @@ _INT64_MAX = 2**63 - 1
 def check_tensor(name: str, value: Any) -> None:
     """Refuses what is no dense tensor."""
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name} is {_text(value)}; it must be a torch.Tensor")
+        raise ValueError(f"{name} is {_text(value)}; it must be a torch.Tensor{by_name(value)}")
     if value.is_nested:
         raise ValueError(
             f"{name} is a nested tensor; pass its values packed, nested.values(), with cu_seqlens "
@@ -54,7 +55,7 @@ def check_number(name: str, value: Any) -> float:
         return value.item()
     if isinstance(value, numbers.Real) and kind is not bool:  # NumPy's scalars
         return float(value)
-    raise ValueError(f"{name} is {_text(value)}; it must be a number")
+    raise ValueError(f"{name} is {_text(value)}; it must be a number{by_name(value)}")
 
 
 def check_whole_number(name: str, value: Any, what: str = "an int") -> int:
@@ -72,7 +73,7 @@ def check_whole_number(name: str, value: Any, what: str = "an int") -> int:
         if value > _INT64_MAX:
             return _INT64_MAX
         return -_INT64_MAX if value < -_INT64_MAX else value
-    raise ValueError(f"{name} is {_text(value)}; it must be {what}")
+    raise ValueError(f"{name} is {_text(value)}; it must be {what}{by_name(value)}")
 
 
 def check_flag(name: str, value: Any) -> bool:
@@ -83,6 +84,32 @@ def check_flag(name: str, value: Any) -> bool:
     if value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise ValueError(f"{name} is {_text(value)}; it must be True or False")
+
+
+def check_window_size(window_size: Sequence[int]) -> tuple[int, int]:
+    """``(left, right)`` as ints; their ranges are the op's matter."""
+    if not isinstance(window_size, (tuple, list, Sequence, Tensor)) or (
+        isinstance(window_size, Tensor) and window_size.dim() != 1
+    ):
+        raise ValueError(
+            f"window_size is {window_size!r}; it must be two ints, (left, right)"
+            f"{by_name(window_size)}"
+        )
+    if len(window_size) != 2:
+        raise ValueError(
+            f"window_size is {tuple(window_size)}; it must have two entries, (left, right)"
+        )
+    left, right = window_size
+    return check_whole_number("window_size[0]", left), check_whole_number("window_size[1]", right)
+
+
+def refuse_dtensor(name: str, value: Tensor) -> None:
+    """Ops know nothing of shards."""
+    if type(value).__name__ == "DTensor":  # by name: importing it takes a second
+        raise ValueError(
+            f"{name} is a DTensor; attention takes plain tensors: {name}.to_local() where only "
+            f"batch or heads are sharded, {name}.full_tensor() otherwise"
+        )
 
 
 def refuse_forward_mode(function: str, **tensors: Optional[Tensor]) -> None:
@@ -114,6 +141,16 @@ def _check_scalar_tensor(name: str, value: Tensor, what: str) -> None:
             f"{name} is a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}; "
             f"it must be {what} or a real tensor without dimensions on the CPU"
         )
+
+
+def by_name(value: Any) -> str:
+    """What a refusal adds to a bool: it is a flag that was passed by position, most of the time."""
+    return "; write flags by name, as in causal=True" if isinstance(value, bool) else ""
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 row" or "3 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _text(value: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .arguments import check_flag, check_number, check_whole_number
+from .arguments import by_name, check_flag, check_number, check_whole_number
 from .attention_op import attention
 from .kvcache_op import paged_attention
 
@@ -214,6 +214,7 @@ def _check_index_tensor(name: str, value: Optional[Tensor]) -> None:
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{name} is {value}; it must be an int32 tensor of shape (batch_size + 1,)"
+            f"{by_name(value)}"
         )
 
 
@@ -224,7 +225,7 @@ def _check_max_seqlen(name: str, value: Union[int, Tensor]) -> None:
                 f"{name} has shape {tuple(value.shape)}; it must be an int or a tensor without "
                 "dimensions"
             )
-    elif value is None or check_whole_number(name, value) < 0:
+    elif check_whole_number(name, value, "an int of at least 0, or a tensor") < 0:
         raise ValueError(f"{name} is {value}; it must be an int of at least 0, or a tensor")
 
 

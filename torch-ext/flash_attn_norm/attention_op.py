@@ -12,10 +12,11 @@ from .arguments import (
     check_flag,
     check_number,
     check_tensor,
-    check_whole_number,
+    check_window_size,
+    refuse_dtensor,
     refuse_forward_mode,
 )
-from .attention_shapes import check_shapes
+from .attention_shapes import check_attention_scalars, check_dropout, check_shapes
 from .calls import call
 
 _check_values = False
@@ -146,15 +147,6 @@ def check_tensors(
             check_tensor(name, value)
 
 
-def refuse_dtensor(name: str, value: Tensor) -> None:
-    """Ops know nothing of shards."""
-    if type(value).__name__ == "DTensor":  # by name: importing it takes a second
-        raise ValueError(
-            f"{name} is a DTensor; attention takes plain tensors: {name}.to_local() where only "
-            f"batch or heads are sharded, {name}.full_tensor() otherwise"
-        )
-
-
 def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool, float, float]:
     """The three as the op's schema takes them; their ranges are the op's matter."""
     return (
@@ -162,20 +154,6 @@ def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool,
         check_number("softcap", softcap),
         check_number("dropout_p", dropout_p),
     )
-
-
-def check_window_size(window_size: Sequence[int]) -> tuple[int, int]:
-    """``(left, right)`` as ints; their ranges are the op's matter."""
-    if not isinstance(window_size, (tuple, list, Sequence, Tensor)) or (
-        isinstance(window_size, Tensor) and window_size.dim() != 1
-    ):
-        raise ValueError(f"window_size is {window_size!r}; it must be two ints, (left, right)")
-    if len(window_size) != 2:
-        raise ValueError(
-            f"window_size is {tuple(window_size)}; it must have two entries, (left, right)"
-        )
-    left, right = window_size
-    return check_whole_number("window_size[0]", left), check_whole_number("window_size[1]", right)
 
 
 def draw_rng_state(q: Tensor) -> Tensor:
@@ -208,6 +186,8 @@ def _attention_fwd_fake(
     check_values,
 ):
     check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, s_aux, attn_bias, rng_state)
+    check_attention_scalars(softmax_scale, window_left, window_right, softcap)
+    check_dropout(dropout_p, rng_state)
     packed = cu_seqlens_q is not None
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     # (num_heads_q, total_q) packed, (batch_size, num_heads_q, seqlen_q) dense
@@ -241,6 +221,10 @@ def _attention_bwd_fake(
     needs_dattn_bias,
     check_values,
 ):
+    check_shapes(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, s_aux, attn_bias, rng_state)
+    check_attention_scalars(softmax_scale, window_left, window_right, softcap)
+    check_dropout(dropout_p, rng_state)
+
     def gradient(tensor, wanted):
         if tensor is None:
             return q.new_empty((0,))

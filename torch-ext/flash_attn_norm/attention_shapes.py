@@ -1,10 +1,14 @@
-"""Devices, dtypes and shapes that the attention ops refuse, for their fakes: a call on "meta"
-tensors and a trace end with the errors of a real call."""
+"""Devices, dtypes, shapes and numbers that the attention ops refuse, for their fakes: a call on
+"meta" tensors and a trace end with the errors of a real call."""
 
+import ctypes
+import math
 from typing import Callable, Optional, Union
 
 import torch
-from torch import SymBool, Tensor
+from torch import SymBool, SymFloat, SymInt, Tensor
+
+from .arguments import counted
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 512
@@ -38,7 +42,7 @@ def check_shapes(
     """Raises the op's ValueError for tensors that do not go together."""
     extras = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "attn_bias": attn_bias}
     indices = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    refuse_other_devices(q, k=k, v=v, **indices, **extras, rng_state=rng_state)
+    refuse_other_devices("q", q, k=k, v=v, **indices, **extras, rng_state=rng_state)
     require(
         q.dtype == k.dtype == v.dtype,
         lambda: (
@@ -68,22 +72,71 @@ def require(condition: Union[bool, SymBool], message: Callable[[], str]) -> None
     torch._check_value(condition, message)
 
 
-def refuse_other_devices(q: Tensor, **tensors: Optional[Tensor]) -> None:
+def refuse_other_devices(first_name: str, first: Tensor, **tensors: Optional[Tensor]) -> None:
     """The op does this too, but with a tensor on "meta" torch calls the fake instead."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != q.device:
+        if tensor is not None and tensor.device != first.device:
             raise ValueError(
-                f"{name} is on {tensor.device} but q is on {q.device}; all tensors of a call must "
-                "be on one device"
+                f"{name} is on {tensor.device} but {first_name} is on {first.device}; all tensors "
+                "of a call must be on one device"
             )
+
+
+def in_float32(value: float) -> float:
+    """As kernels see it: a number that leaves float32's range becomes infinite or zero there."""
+    return ctypes.c_float(value).value
+
+
+def is_known(value: Union[float, SymInt, SymFloat]) -> bool:
+    """Whether a trace has the number itself; the op checks others when the graph runs."""
+    return not isinstance(value, (SymInt, SymFloat))
+
+
+def check_attention_scalars(
+    softmax_scale: float, window_left: int, window_right: int, softcap: float
+) -> None:
+    """Raises the ops' ValueError for a number outside its range."""
+    if is_known(softmax_scale) and not math.isfinite(in_float32(softmax_scale)):
+        raise ValueError(f"softmax_scale is {softmax_scale:g}; it must be a finite number")
+    if any(is_known(bound) and bound < -1 for bound in (window_left, window_right)):
+        raise ValueError(
+            f"window_size is ({window_left}, {window_right}); an entry must be -1 (no bound) or at "
+            "least 0"
+        )
+    if is_known(softcap) and not (softcap == 0 or 0 < in_float32(softcap) < math.inf):
+        raise ValueError(f"softcap is {softcap:g}; it must be 0 (off) or a positive finite number")
+
+
+def check_dropout(dropout_p: float, rng_state: Optional[Tensor]) -> None:
+    """Likewise for a probability and the state of its mask."""
+    if is_known(dropout_p) and not 0 <= in_float32(dropout_p) < 1:
+        raise ValueError(f"dropout_p is {dropout_p:g}; it must lie in [0, 1)")
+    if is_known(dropout_p) and dropout_p > 0 and rng_state is None:
+        raise ValueError(
+            f"rng_state is missing; with dropout_p {dropout_p:g} the op takes the seed and the "
+            "offset of the mask, torch.int64 of shape (2,)"
+        )
+    if rng_state is not None and (rng_state.dtype != torch.int64 or tuple(rng_state.shape) != (2,)):
+        raise ValueError(
+            f"rng_state has dtype {rng_state.dtype} and shape {tuple(rng_state.shape)}; it must be "
+            "torch.int64 of shape (2,), contiguous"
+        )
+
+
+def transposed_text(name: str, tensor: Tensor, shape: str) -> str:
+    """What a refusal adds where rows and heads seem to have changed places."""
+    return (
+        f"; {name} has shape {tuple(tensor.shape)}, expected {shape}: it looks transposed, pass "
+        f"{name}.transpose(1, 2)"
+    )
 
 
 def _check_rank(name: str, tensor: Tensor, packed: bool) -> None:
     rank = 3 if packed else 4
     if tensor.dim() != rank:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, {tensor.dim()} dimensions; expected {rank}: "
-            f"{_SHAPES[packed][name]}"
+            f"{name} has shape {tuple(tensor.shape)}, {counted(tensor.dim(), 'dimension')}; "
+            f"expected {rank}: {_SHAPES[packed][name]}"
         )
 
 
@@ -98,17 +151,25 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         )
     require(
         k.shape[-3] == v.shape[-3],
-        lambda: f"k has {k.shape[-3]} rows and v has {v.shape[-3]}; they must be equal",
+        lambda: (
+            f"k has {counted(k.shape[-3], 'row')} and v has {v.shape[-3]} (k {tuple(k.shape)}, v "
+            f"{tuple(v.shape)}); they must be equal"
+        ),
     )
     num_heads_q, num_heads_kv = q.shape[-2], k.shape[-2]
     require(
         v.shape[-2] == num_heads_kv,
-        lambda: f"k has {num_heads_kv} heads and v has {v.shape[-2]}; they must be equal",
+        lambda: (
+            f"k has {counted(num_heads_kv, 'head')} and v has {v.shape[-2]}; they must be equal"
+        ),
     )
     if num_heads_kv < 1 or num_heads_q < 1 or num_heads_q % num_heads_kv != 0:
+        rows = q.shape[-3], k.shape[-3]
+        transposed = not packed and rows[0] > 0 and rows[1] > 0 and rows[0] % rows[1] == 0
+        hint = transposed_text("q", q, _SHAPES[False]["q"]) + ", and k and v likewise"
         raise ValueError(
-            f"q has {num_heads_q} heads and k and v have {num_heads_kv}; num_heads_q must be a "
-            "positive multiple of num_heads_kv"
+            f"q has {counted(num_heads_q, 'head')} and k and v have {num_heads_kv}; num_heads_q "
+            f"must be a positive multiple of num_heads_kv{hint if transposed else ''}"
         )
     require(
         q.shape[-1] == k.shape[-1],

@@ -9,10 +9,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix, ops
-from .arguments import check_flag, check_number, check_tensor, refuse_forward_mode
-from .attention_op import check_window_size, checks_values, refuse_dtensor
+from .arguments import (
+    check_flag,
+    check_number,
+    check_tensor,
+    check_window_size,
+    counted,
+    refuse_dtensor,
+    refuse_forward_mode,
+)
+from .attention_op import checks_values
+from .attention_shapes import check_attention_scalars
 from .calls import call
-from .kvcache_shapes import check_kvcache_shapes
+from .kvcache_shapes import check_kvcache_numbers, check_kvcache_shapes
 
 # How the packed functions name what the op calls otherwise.
 _PACKED_NAMES = {
@@ -60,8 +69,8 @@ def check_paged(
     if k_cache.dim() != 4:
         layout = "batch_size_cache, seqlen_cache" if page_table is None else "num_pages, page_size"
         raise ValueError(
-            f"{names.get('k_cache', 'k_cache')} has shape {tuple(k_cache.shape)}, {k_cache.dim()} "
-            f"dimensions; expected 4: ({layout}, num_heads_kv, head_dim)"
+            f"{names.get('k_cache', 'k_cache')} has shape {tuple(k_cache.shape)}, "
+            f"{counted(k_cache.dim(), 'dimension')}; expected 4: ({layout}, num_heads_kv, head_dim)"
         )
 
 
@@ -269,6 +278,9 @@ def _attention_kvcache_fake(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
+    check_attention_scalars(softmax_scale, window_left, window_right, softcap)
+    has_lengths = cache_seqlens is not None or cu_seqlens_k is not None
+    check_kvcache_numbers(seqlen, num_splits, k_cache, None, page_table, has_lengths)
     return _empty_results(q, v_cache, packed=cu_seqlens_q is not None)
 
 
@@ -312,6 +324,9 @@ def _attention_kvcache_append_fake(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
+    check_attention_scalars(softmax_scale, window_left, window_right, softcap)
+    has_lengths = cache_seqlens is not None
+    check_kvcache_numbers(seqlen, num_splits, k_cache, k, page_table, has_lengths)
     return _empty_results(q, v_cache, packed=False)
 
 

@@ -1,15 +1,24 @@
-"""What the ops of a key-value cache refuse by devices, dtypes and shapes alone, for their fakes: a
-call on "meta" tensors and a trace end with the errors of a real call."""
+"""What the ops of a key-value cache refuse by devices, dtypes, shapes and numbers alone, for their
+fakes: a call on "meta" tensors and a trace end with the errors of a real call."""
 
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from .attention_shapes import FLOAT_DTYPES, check_head_terms, refuse_other_devices, require
+from .arguments import counted
+from .attention_shapes import (
+    FLOAT_DTYPES,
+    check_head_terms,
+    is_known,
+    refuse_other_devices,
+    require,
+    transposed_text,
+)
 
 _MAX_HEAD_DIM = 512
 _LATENT = (576, 512)  # multi-head latent attention
+_CURE_OF_A_CACHE = "cast q, or make the cache in q's"
 
 
 def check_kvcache_shapes(
@@ -39,6 +48,7 @@ def check_kvcache_shapes(
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     new = {"k": k, "v": v}
     refuse_other_devices(
+        "q",
         q,
         **caches,
         **new,
@@ -55,7 +65,7 @@ def check_kvcache_shapes(
     _check_rank("q", q, 3 if packed else 4)
     for name, tensor in {**caches, **new}.items():
         _check_rank(name, tensor, 4)
-    _check_sizes(q, k_cache, v_cache)
+    _check_sizes(q, k_cache, v_cache, paged=block_table is not None)
     for name, tensor in cumulative.items():
         _check_index_tensor(name, tensor, "(batch_size + 1,)", None)
     batch_size = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
@@ -68,12 +78,45 @@ def check_kvcache_shapes(
     check_head_terms(q.shape[-2], batch_size, alibi_slopes, s_aux)
 
 
+def check_kvcache_numbers(
+    seqlen: int,
+    num_splits: int,
+    k_cache: Tensor,
+    k: Optional[Tensor],
+    block_table: Optional[Tensor],
+    has_lengths: bool,
+) -> None:
+    """Likewise for numbers that no other attention has. ``has_lengths``: a tensor says how many
+    rows a sequence has, and ``seqlen`` is added to it."""
+    if is_known(num_splits) and not 0 <= num_splits < 2**31:
+        raise ValueError(f"num_splits is {num_splits}; it must be 0 (own choice) or positive")
+    if is_known(seqlen) and seqlen < 0:
+        raise ValueError(f"cache_seqlens is {seqlen}; it must be at least 0")
+    page_size = k_cache.shape[1]
+    pages = 1 if block_table is None else block_table.shape[1]
+    new = 0 if k is None else k.shape[1]
+    room, needed = pages * page_size, seqlen + new
+    if has_lengths or not is_known(room) or not is_known(needed) or needed <= room:
+        return
+    where = f"the cache has {counted(room, 'row')} for each sequence"
+    if block_table is not None:
+        where = f"the page table has room for {room} ({counted(pages, 'page')} of {page_size})"
+    if k is None:
+        raise ValueError(f"cache_seqlens is {seqlen}, but {where}")
+    raise ValueError(
+        f"cache_seqlens is {seqlen} and k has {counted(new, 'new row')}, but {where}; nothing was "
+        "appended"
+    )
+
+
 def _check_dtypes(q: Tensor, **tensors: Optional[Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != q.dtype:
+            is_new = name in ("k", "v")
+            cure = f"cast {name}, {name}.to({q.dtype})" if is_new else _CURE_OF_A_CACHE
             raise ValueError(
                 f"{name} has dtype {tensor.dtype} and q has {q.dtype}; they must have one dtype: "
-                "cast q, or make the cache in q's"
+                f"{cure}"
             )
     if q.dtype not in FLOAT_DTYPES:
         raise ValueError(
@@ -85,11 +128,12 @@ def _check_dtypes(q: Tensor, **tensors: Optional[Tensor]) -> None:
 def _check_rank(name: str, tensor: Optional[Tensor], rank: int) -> None:
     if tensor is not None and tensor.dim() != rank:
         raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)}, {tensor.dim()} dimensions; expected {rank}"
+            f"{name} has shape {tuple(tensor.shape)}, {counted(tensor.dim(), 'dimension')}; "
+            f"expected {rank}"
         )
 
 
-def _check_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def _check_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     k_shape, v_shape = k_cache.shape, v_cache.shape
     require(
         (k_shape[0] == v_shape[0]) & (k_shape[1] == v_shape[1]) & (k_shape[2] == v_shape[2]),
@@ -100,9 +144,14 @@ def _check_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     )
     num_heads_q, num_heads_kv = q.shape[-2], k_shape[2]
     if num_heads_kv < 1 or num_heads_q < 1 or num_heads_q % num_heads_kv != 0:
+        layout = "num_pages, page_size" if paged else "batch_size_cache, seqlen_cache"
+        hint = transposed_text("k_cache", k_cache, f"({layout}, num_heads_kv, head_dim)")
+        rows = k_shape[1]
+        transposed = rows > 0 and num_heads_q > 0 and num_heads_q % rows == 0
         raise ValueError(
-            f"q has {num_heads_q} heads and the cache has {num_heads_kv}; num_heads_q must be a "
-            "positive multiple of num_heads_kv"
+            f"q has {counted(num_heads_q, 'head')} and the cache has {num_heads_kv}; num_heads_q "
+            "must be a positive multiple of num_heads_kv"
+            f"{hint + ', and v_cache likewise' if transposed else ''}"
         )
     head_dim, head_dim_v = q.shape[-1], v_shape[3]
     require(
@@ -144,12 +193,21 @@ def _check_table(block_table: Tensor, cache_batch_idx: Optional[Tensor], batch_s
     require(
         block_table.shape[0] == batch_size,
         lambda: (
-            f"block_table has shape {tuple(block_table.shape)}; it must have a row for each of the "
-            f"{batch_size} sequences"
+            f"block_table has shape {tuple(block_table.shape)}; it must have a row for each "
+            f"sequence, batch_size = {batch_size}"
         ),
     )
     if cache_batch_idx is not None:
         raise ValueError("cache_batch_idx and block_table are both given; pass the table alone")
+
+
+def _transposed_rows_text(name: str, rows: Tensor, cache: Tensor) -> str:
+    """What the refusal of new rows adds if they, or the cache, seem to have their heads first."""
+    if rows.shape[1] == cache.shape[2]:
+        return f"; {name} looks transposed, pass {name}.transpose(1, 2)"
+    if rows.shape[2] == cache.shape[1]:
+        return f"; {name}_cache looks transposed, pass {name}_cache.transpose(1, 2)"
+    return ""
 
 
 def _check_new_rows(
@@ -168,9 +226,10 @@ def _check_new_rows(
             fits = fits & (found == size)
         require(
             fits,
-            lambda name=name, rows=rows, expected=expected: (
+            lambda name=name, rows=rows, cache=cache, expected=expected: (
                 f"{name} has shape {tuple(rows.shape)}; it must be (batch_size, seqlen_new, "
                 f"num_heads_kv, head_dim) = {tuple(expected)}"
+                f"{_transposed_rows_text(name, rows, cache)}"
             ),
         )
     if (rotary_cos is None) != (rotary_sin is None):

@@ -13,8 +13,8 @@ from .arguments import (
     check_tensor,
     refuse_forward_mode,
 )
-from .attention_shapes import FLOAT_DTYPES, require
 from .calls import call
+from .norms_shapes import check_norm_scalars, check_norm_shapes
 
 # As csrc/norms/params.h numbers them.
 _CASTING_MODES = {"llama": 0, "gemma": 1, "none": 2}
@@ -204,8 +204,8 @@ def _norm_fwd_fake(
     residual_in_fp32,
     needs_residual_out,
 ):
-    _refuse_other_devices(x, residual=residual, weight=weight, bias=bias)
-    _check_shapes(x, residual, weight, bias)
+    check_norm_shapes(x, residual, weight, bias)
+    check_norm_scalars(eps, weight_offset, weight)
     is_fp32 = residual_in_fp32 or (residual is not None and residual.dtype == torch.float32)
     sum_dtype = torch.float32 if is_fp32 else x.dtype
     rows = x.shape[:-1]
@@ -241,64 +241,6 @@ def _norm_bwd_fake(
         dout.new_empty(dout.shape if needs_dresidual else (0,), dtype=torch.float32),
         gradient(weight, needs_dweight),
         gradient(bias, needs_dbias),
-    )
-
-
-def _refuse_other_devices(x: Tensor, **tensors: Optional[Tensor]) -> None:
-    # The op does this too, but with a tensor on "meta" torch calls the fake instead of the op.
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} but x is on {x.device}; all tensors of a call must "
-                "be on one device"
-            )
-
-
-def _check_shapes(
-    x: Tensor, residual: Optional[Tensor], weight: Optional[Tensor], bias: Optional[Tensor]
-) -> None:
-    """Raises the op's ValueError for dtypes and shapes that do not go together."""
-    tensors = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(
-                f"{name} has dtype {tensor.dtype}; allowed are torch.float32, torch.float16 and "
-                "torch.bfloat16"
-            )
-    if x.dim() < 1:
-        raise ValueError("x has shape (); expected (..., hidden_size)")
-    for name, parameter in (("weight", weight), ("bias", bias)):
-        if parameter is None:
-            continue
-        if parameter.dim() != 1:
-            raise ValueError(
-                f"{name} has shape {tuple(parameter.shape)}; expected (hidden_size,), the last "
-                f"dimension of x, which has shape {tuple(x.shape)}"
-            )
-        require(
-            parameter.shape[0] == x.shape[-1],
-            lambda name=name, parameter=parameter: (
-                f"{name} has shape {tuple(parameter.shape)}; expected (hidden_size,) = "
-                f"({x.shape[-1]},), the last dimension of x, which has shape {tuple(x.shape)}"
-            ),
-        )
-    if residual is None:
-        return
-    if residual.dtype not in (x.dtype, torch.float32):
-        raise ValueError(
-            f"residual has dtype {residual.dtype} but x has dtype {x.dtype}; allowed are the dtype "
-            "of x and torch.float32"
-        )
-    fits = residual.dim() == x.dim()
-    if fits:
-        for found, size in zip(residual.shape, x.shape):
-            fits = fits & (found == size)
-    require(
-        fits,
-        lambda: (
-            f"residual has shape {tuple(residual.shape)} but x has shape {tuple(x.shape)}; both "
-            "must be the same"
-        ),
     )
 
 
