@@ -47,6 +47,15 @@ def run(
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
+def kill_session(leader: int) -> None:
+    """Kills a process that started a session, and all that belongs to it."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == leader:
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
 def python_path(*folders: Path) -> str:
     """PYTHONPATH of a process: the folders, then what this process was given."""
     return os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]).rstrip(

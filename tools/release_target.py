@@ -315,6 +315,15 @@ class FolderTarget(Target):
             shutil.rmtree(incoming, ignore_errors=True)
         return commit
 
+    def tidy(self, branch: str) -> None:
+        for entry in self.folder.iterdir():
+            name, _, process = entry.name.rpartition("-")
+            if name in (".incoming", ".link") and not _is_running(int(process)):
+                if entry.is_symlink():
+                    entry.unlink()
+                else:
+                    shutil.rmtree(entry, ignore_errors=True)
+
     def _write(self, incoming: Path, move: Move, parent: str | None) -> None:
         shutil.rmtree(incoming, ignore_errors=True)
         incoming.mkdir(parents=True)
@@ -333,6 +342,16 @@ class FolderTarget(Target):
 
     def _commit_folder(self, commit: str) -> Path:
         return self.folder / ".commits" / commit
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _listing_id(folder: Path) -> str:

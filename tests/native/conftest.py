@@ -9,6 +9,7 @@ from pathlib import Path
 import pybind11
 import pytest
 import torch
+from filelock import FileLock
 
 from tools.build_toml import read_build_toml
 
@@ -35,7 +36,6 @@ def _sources() -> list:
 
 
 def _build() -> Path:
-    FOLDER.mkdir(parents=True, exist_ok=True)
     includes = [ROOT / "csrc", pybind11.get_include(), sysconfig.get_path("include")]
     lines = [RULES.format(includes=" ".join(f"-I{path}" for path in includes))]
     objects = []
@@ -54,7 +54,10 @@ def _build() -> Path:
 @pytest.fixture(scope="session")
 def native():
     """The module of native_module.cpp."""
-    spec = importlib.util.spec_from_file_location(NAME, _build())
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with FileLock(FOLDER / "lock"):  # test runs share the folder, and may run at once
+        library = _build()
+    spec = importlib.util.spec_from_file_location(NAME, library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,11 +1,15 @@
 """The matrix: every variant from one clean commit, resumed where it stopped."""
 
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
+import processes
 import pytest
 from releasing import CPU, ROOT
 
@@ -46,6 +50,42 @@ def test_builds_checks_and_resumes(ready):
     assert state(matrix(ready)) == "built"
     ready.commit()
     assert state(matrix(ready)) == "built"
+
+
+def test_killed_while_it_compiles(ready, tmp_path):
+    """What was compiled is not compiled again; no variant is there before it is whole."""
+    shutil.rmtree(ready.build)
+    shutil.rmtree(ready.root / ".build", ignore_errors=True)
+    reached = tmp_path / "reached"
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(
+        "#!/bin/sh\n"
+        f'case "$*" in *other.cpp*) touch {reached}; exec sleep 60;; esac\n'
+        f'exec {shutil.which("g++")} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    path = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
+    command = [sys.executable, "-m", "tools.matrix", "--root", str(ready.root)]
+    process = subprocess.Popen(
+        [*command, "--only", "cpu", "--jobs", "1"],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while not reached.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    processes.kill_session(process.pid)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert not ready.build.exists()
+
+    result = matrix(ready)
+    assert state(result) == "built"
+    assert "csrc/other.cpp" in result.stdout
+    assert "csrc/answer.cpp" not in result.stdout
+    assert state(matrix(ready)) == "as before"
 
 
 def test_refuses_a_dirty_tree(ready):

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 
 import pytest
 from huggingface_hub import constants
@@ -11,7 +12,7 @@ from loopback_hub import HubError
 from releasing import CPU, REPO_ID, contents, environment_of
 
 from tools.release_collect import collect
-from tools.release_target import FolderTarget, HubTarget, Move
+from tools.release_target import FileId, FolderTarget, HubTarget, Move
 
 WRITES = ("POST", "PUT", "DELETE")
 
@@ -235,6 +236,70 @@ class TestDiskFull:
         ready.commit()
         assert ready.release("--publish", "--commit", built)[0] == 0
         assert ready.lock_text() is not None
+
+
+def run_and_die_at(count: int, change, folder) -> int:
+    """Runs `change` in a process of its own, which kills itself before its `count`-th change of a
+    file below `folder`; returns that process's status, 0 when it came to its end."""
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def die(event: str, arguments: tuple) -> None:
+            nonlocal seen
+            writes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.symlink")
+            writes |= event == "open" and "w" in str(arguments[1])
+            if writes and any(str(folder) in str(argument) for argument in arguments):
+                seen += 1
+                if seen > count:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        status = 1
+        try:
+            sys.addaudithook(die)
+            status = change()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_folder_release_that_is_killed_at_every_step(ready, tmp_path):
+    """Whoever reads the folder finds the old release or the new one; the next run ends it."""
+    ready.pass_gate()
+    store = tmp_path / "store"
+    assert ready.release("--publish", "--to", str(store))[0] == 0
+    ready.commit()
+    ready.next_commit("# fixed\n")
+    build = ready.snapshot()
+    heads = dict(FolderTarget(store).branches())
+    whole = {head: FolderTarget(store).files(head) for head in heads.values()}
+
+    points, states = 0, set()
+    while True:
+        status = run_and_die_at(
+            points, lambda: ready.release("--publish", "--to", str(store))[0], store
+        )
+        now = FolderTarget(store).branches()
+        assert set(now) == set(heads)
+        files = FolderTarget(store).files(now["v1"])
+        if now["v1"] == heads["v1"]:
+            assert files == whole[now["v1"]]
+        else:
+            released_files = {k: v for k, v in released(ready).items() if k != ".gitattributes"}
+            assert {k: v.sha256 for k, v in files.items()} == {
+                k: FileId.of(v).sha256 for k, v in released_files.items()
+            }
+        states.add(now["v1"])
+        local = {k: v for k, v in ready.snapshot().items() if not k.startswith("releases/")}
+        assert local == {k: v for k, v in build.items() if not k.startswith("releases/")}
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL
+        points += 1
+    assert points > 10
+    assert len(states) == 2
+    assert ready.release("--to", str(store))[1].count("nothing to do") == 1
+    assert {path.name for path in store.iterdir()} == {".commits", "main", "v1"}
 
 
 def test_a_killed_folder_release_leaves_nothing_that_is_seen(tmp_path):
