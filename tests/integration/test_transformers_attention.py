@@ -109,7 +109,8 @@ def test_deterministic_environment_flag(kernel, monkeypatch):
     ],
 )
 def test_names_that_users_type(name, kernel, monkeypatch):
-    """Every spelling reaches our functions, not another implementation of the same name."""
+    """Every spelling reaches our functions, not another implementation of the same name
+    (huggingface/trl#6984)."""
     import transformers.modeling_flash_attention_utils as utils
 
     model = make_model("qwen3", name)

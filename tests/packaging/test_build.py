@@ -159,6 +159,7 @@ def test_refuses_on_the_command_line(project, arguments, message):
 
 
 def test_a_kernel_left_with_no_arch_is_an_error(project):
+    """Nothing falls back to an older architecture in silence (huggingface/kernels#590)."""
     project.replace("build.toml", '"8.0+PTX", "9.0a"', '"3.5"')
     result = project.build("--backend", "cuda")
     assert result.returncode == 1

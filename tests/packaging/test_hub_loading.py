@@ -115,7 +115,8 @@ def test_pinned_commit_stays_when_the_branch_moves(python, hub, variant, tmp_pat
 
 
 def test_eight_processes_on_a_cold_cache(python, tmp_path):
-    """Ranks that start at once share one cache: all succeed, with one copy of each file."""
+    """Ranks that start at once share one cache: all succeed, with one copy of each file
+    (vllm-project/llm-compressor#2984)."""
     code = get_kernel(f'revision="v1", {TRUST}') + "print(kernel.__file__)"
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(python, [code] * 8))
@@ -127,7 +128,8 @@ def test_eight_processes_on_a_cold_cache(python, tmp_path):
 
 
 def test_newer_torch_takes_the_stable_abi_variant(python, variant):
-    """The day torch moves, the build of before still serves."""
+    """The day torch moves, the build of before still serves
+    (huggingface/kernels-community#1082)."""
     newer = 'import torch\ntorch.__version__ = type(torch.__version__)("2.14.0")\n'
     result = python(newer + get_kernel(f'revision="v1", {TRUST}') + "print(kernel.__file__)")
     assert result.returncode == 0, result.stderr
@@ -144,6 +146,7 @@ snapshot_download({REPO!r}, repo_type="kernel", revision="v1")
 
 
 def test_offline_after_fetching_the_snapshot(python):
+    """By branch and by version (huggingface/kernels#553)."""
     assert python(SNAPSHOT).returncode == 0
     for which in ('revision="v1"', "version=1"):
         result = python(get_kernel(f"{which}, {TRUST}") + USE, **NOWHERE)
@@ -241,11 +244,14 @@ def refusals(hub, tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusal(name, refusals):
+    """Among them what surprised users: trust (huggingface/kernels#735), and a call that names
+    neither version nor revision (huggingface/kernels#529)."""
     for text in REFUSALS[name][2]:
         assert text in refusals[name]
 
 
 def test_older_torch_is_refused_with_the_reason(python, variant):
+    """A line for each variant (huggingface/kernels#436)."""
     older = 'import torch\ntorch.__version__ = type(torch.__version__)("2.9.1")\n'
     result = python(older + get_kernel(f'revision="v1", {TRUST}'))
     assert result.returncode != 0

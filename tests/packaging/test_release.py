@@ -194,7 +194,8 @@ def test_to_a_folder(ready, tmp_path):
 
 
 def test_the_real_card_names_what_a_loader_needs():
-    """An older loader finds no variant, and an unlisted publisher needs a flag: both are said."""
+    """An older loader finds no variant (vllm-project/vllm-omni#6971), and an unlisted publisher
+    needs a flag (huggingface/kernels#735): both are said."""
     config = read_build_toml(ROOT)
     card = render_card(ROOT, config)
     assert "`kernels` must be 0.17.2 or newer" in card

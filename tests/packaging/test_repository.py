@@ -159,7 +159,9 @@ def test_the_flake_evaluates(tmp_path):
           self = {{ rev = "abc"; outPath = {ROOT}; }};
           kernel-builder.lib.genKernelFlakeOutputs = arguments: arguments;
           outputs = flake.outputs {{ inherit self kernel-builder; }};
+          build = builtins.fromTOML (builtins.readFile {ROOT}/build.toml);
         in {{
+          version = build.general.version;
           path = toString outputs.path;
           rev = outputs.self.rev;
           names = builtins.attrNames outputs;
@@ -176,4 +178,46 @@ def test_the_flake_evaluates(tmp_path):
         "path": str(ROOT),
         "rev": "abc",
         "names": ["path", "self"],
+        "version": CONFIG.general.version,
     }
+
+
+# What the pages tell users
+
+
+PAGES = [ROOT / "README.md", ROOT / "CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_every_call_that_is_shown_can_be_made_as_it_stands():
+    """With a version or revision (huggingface/kernels#529) and the trust that a publisher needs
+    whom the Hub does not list (huggingface/kernels#735)."""
+    shown = [
+        (page.name, call)
+        for page in PAGES
+        for call in re.findall(r"\b(?:get_kernel|LayerRepository)\(([^()]+)\)", page.read_text())
+    ]
+    assert len(shown) >= 6
+    for page, call in shown:
+        assert re.search(r"\b(version|revision)=", call), (page, call)
+        assert "trust_remote_code=True" in call, (page, call)
+
+
+def test_every_name_of_an_attention_says_which_version():
+    """Transformers takes version 1 of a repository that it does not know, whatever is newest."""
+    wanted = re.compile(r"@(v\d+|v\{\{ version \}\}|[0-9a-f]{4,40}\b)")
+    for page in [*PAGES, *EXAMPLES]:
+        names = re.findall(
+            r'attn_implementation[= "]+(?:org/flash-attn-norm|\{REPO_ID\})(\S*)', page.read_text()
+        )
+        assert all(wanted.match(name) for name in names), (page.name, names)
+
+
+def test_every_version_has_its_entry_in_the_changelog():
+    """What a version adds is written down where it is pinned (huggingface/transformers#47863)."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    entries = re.findall(r"^## (\d+) \(tag `v(\d+)`\)\n\n- ", text, re.MULTILINE)
+    assert all(version == tag for version, tag in entries)
+    versions = [int(version) for version, _ in entries]
+    assert versions == list(range(len(versions), 0, -1))
+    assert versions[0] >= CONFIG.general.version
