@@ -40,6 +40,13 @@ def test_gradients_of_more_tiles_than_run_at_a_time(kernel, heads, head_dim, hea
     check(kernel, inputs, causal=causal)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (8400, 40)}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_a_long_sequence(kernel, head_dim, options):
+    """The sums of dQ start from zeros there, not from what comes first."""
+    check(kernel, make_inputs(CUDA_BF16, 1, 8300, 8500, (2, 1), head_dim), **options)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_small_grid_splits_its_groups(kernel, head_dim):
     check(kernel, make_inputs(CUDA_BF16, 1, 200, 300, (8, 1), head_dim), causal=True)

@@ -12,6 +12,21 @@ namespace {
 constexpr int kLargestHeadDim = 256;
 constexpr int kLargestInTurns = 128;  // with deterministic sums
 
+/// Keys that a row sees, on the average of all sequences: of a packed problem the host knows no
+/// more.
+int64_t keys_per_row(const AttentionProblem& problem) {
+    const int64_t seqlen_k = problem.total_k / problem.batch_size;
+    if (problem.window_left < 0 || problem.window_right < 0) return seqlen_k;
+    return std::min(seqlen_k, problem.window_left + problem.window_right + 1);
+}
+
+/// The most keys per row for which the first part of dQ is stored. That saves the zeros, a fixed
+/// time for each row, but CTAs wait for each other at every query block: measured.
+int64_t longest_first_stored(const AttentionProblem& problem, bool masked) {
+    if (std::max(problem.head_dim, problem.head_dim_v) <= 64) return 8192;
+    return masked && problem.group_size() == 1 ? 2048 : 1024;
+}
+
 }  // namespace
 
 bool can_run_bwd(const AttentionBwdParams& params) {
@@ -57,8 +72,10 @@ BwdPassOptions bwd_pass_options(const AttentionBwdParams& params) {
     const AttentionProblem& problem = params.problem;
     const bool masked = problem.window_left >= 0 || problem.window_right >= 0;
     const bool in_clusters = std::max(problem.head_dim, problem.head_dim_v) > 128;
-    options.first_stores_dq =
+    const bool may_store =
         masked || (!in_clusters && !problem.is_packed() && !has_score_terms(problem));
+    options.first_stores_dq =
+        may_store && keys_per_row(problem) <= longest_first_stored(problem, masked);
     return options;
 }
 
