@@ -8,6 +8,7 @@
 
 #include "attention_checks.h"
 #include "attention_index_checks.h"
+#include "kvcache_descale.h"
 #include "kvcache_index_checks.h"
 #include "memory_overlap.h"
 #include "tensor_checks.h"
@@ -37,6 +38,8 @@ void check_devices(const KvCacheArguments& arguments) {
     check("block_table", arguments.page_table);
     check("alibi_slopes", arguments.alibi_slopes);
     check("s_aux", arguments.s_aux);
+    check("k_descale", arguments.k_descale);
+    check("v_descale", arguments.v_descale);
 }
 
 void check_dtypes(const KvCacheArguments& arguments) {
@@ -46,8 +49,30 @@ void check_dtypes(const KvCacheArguments& arguments) {
         refuse(name, " has dtype ", tensor.scalar_type(), " and q has ", dtype,
                "; they must have one dtype: ", cure);
     };
-    check("k_cache", arguments.k_cache, "cast q, or make the cache in q's");
-    check("v_cache", arguments.v_cache, "cast q, or make the cache in q's");
+    const auto check_cache = [&](const char* name, const Tensor& cache) {
+        switch (cache.scalar_type()) {
+            case ScalarType::Float8_e5m2:
+            case ScalarType::Float8_e4m3fnuz:
+            case ScalarType::Float8_e5m2fnuz:
+                refuse(name, " has dtype ", cache.scalar_type(),
+                       "; of the float8 dtypes a cache may have torch.float8_e4m3fn alone");
+            case ScalarType::Float8_e4m3fn:
+                return;
+            default:
+                check(name, cache, "cast q, or make the cache in q's");
+        }
+    };
+    check_cache("k_cache", arguments.k_cache);
+    check_cache("v_cache", arguments.v_cache);
+    if (arguments.k_cache.scalar_type() != arguments.v_cache.scalar_type()) {
+        refuse("k_cache has dtype ", arguments.k_cache.scalar_type(), " and v_cache has ",
+               arguments.v_cache.scalar_type(), "; they must have one dtype");
+    }
+    if (dtype == ScalarType::Float8_e4m3fn) {
+        refuse("q has dtype ", dtype,
+               "; beside a float8 cache it must be torch.bfloat16, torch.float16 or, on the CPU, "
+               "torch.float32");
+    }
     if (arguments.k) check("k", *arguments.k, "cast k, k.to(" + text(dtype) + ")");
     if (arguments.v) check("v", *arguments.v, "cast v, v.to(" + text(dtype) + ")");
     if (!is_float_dtype(dtype)) {
@@ -55,7 +80,8 @@ void check_dtypes(const KvCacheArguments& arguments) {
                "; allowed are torch.bfloat16, torch.float16 and, on the CPU, torch.float32");
     }
     if (dtype == ScalarType::Float && !arguments.q.is_cpu()) {
-        refuse("q and the cache are torch.float32 on ", device_text(arguments.q),
+        refuse(is_float8_cache(arguments) ? "q is" : "q and the cache are", " torch.float32 on ",
+               device_text(arguments.q),
                "; attention on a GPU takes torch.bfloat16 or torch.float16: cast them, or load the "
                "model in torch.bfloat16");
     }
@@ -161,6 +187,8 @@ void check_memory(const KvCacheArguments& arguments) {
     check("block_table", arguments.page_table);
     check("alibi_slopes", arguments.alibi_slopes);
     check("s_aux", arguments.s_aux);
+    check("k_descale", arguments.k_descale);
+    check("v_descale", arguments.v_descale);
 }
 
 /// What the refusal of new rows adds if they, or the cache, seem to have their heads first.
@@ -228,6 +256,7 @@ KvCacheLayout describe_cache(const KvCacheArguments& arguments) {
     cache.entry_rows = arguments.k_cache.size(1);
     cache.k_strides = strides_of(arguments.k_cache);
     cache.v_strides = strides_of(arguments.v_cache);
+    describe_descales(arguments, cache);
     if (arguments.page_table) {
         cache.is_paged = true;
         cache.page_table = values_of(arguments.page_table);
@@ -294,6 +323,7 @@ KvCacheAttentionParams check_kvcache(KvCacheArguments& arguments) {
     const int64_t batch_size =
         arguments.cu_seqlens_q ? arguments.cu_seqlens_q->size(0) - 1 : arguments.q.size(0);
     check_kvcache_index_tensors(arguments, batch_size);
+    check_kvcache_descales(arguments, batch_size);
     if (arguments.k) {
         check_append(arguments, batch_size);
         check_memory(arguments);
@@ -319,6 +349,10 @@ KvCacheAttentionParams check_kvcache(KvCacheArguments& arguments) {
                " for each sequence");
     }
 
+    if (is_float8_cache(arguments) && !arguments.q.is_cpu()) {
+        refuse("k_cache has dtype torch.float8_e4m3fn on ", device_text(arguments.q),
+               "; such a cache is read on the CPU only");
+    }
     check_kvcache_values(arguments, params);
     params.cache.seqlen = arguments.seqlen + arguments.seqlen_new();
     return params;

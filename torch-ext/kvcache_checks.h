@@ -26,6 +26,8 @@ struct [[gnu::visibility("hidden")]] KvCacheArguments {
     double softcap;
     int64_t num_splits;
     bool check_values;
+    std::optional<Tensor> k_descale, v_descale;  // of a float8 cache; none: 1
+    double k_descale_factor, v_descale_factor;   // these times
 
     int64_t seqlen_new() const { return k ? k->size(1) : 0; }
 };

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "attention_index_checks.h"
+#include "kvcache_descale.h"
 #include "tensor_checks.h"
 
 #if defined(CUDA_KERNEL)
@@ -219,7 +220,10 @@ void check_kvcache_values(const KvCacheArguments& arguments, const KvCacheAttent
         refuse("seqlen is ", arguments.seqlen, ", but ",
                capacity_text(arguments, params.cache.capacity()));
     }
-    if (may_read_values(arguments)) check_all(arguments, params, rows_rotated);
+    if (!may_read_values(arguments)) return;
+    check_all(arguments, params, rows_rotated);
+    check_descale_values("k_descale", arguments.k_descale);
+    check_descale_values("v_descale", arguments.v_descale);
 }
 
 }  // namespace flash_attn_norm

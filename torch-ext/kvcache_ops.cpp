@@ -176,7 +176,8 @@ std::tuple<Tensor, Tensor> attention_kvcache(
     const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
-    int64_t num_splits, bool check_values) {
+    int64_t num_splits, bool check_values, const std::optional<Tensor>& k_descale,
+    const std::optional<Tensor>& v_descale, double k_descale_factor, double v_descale_factor) {
     KvCacheArguments arguments{q,
                                k_cache,
                                v_cache,
@@ -199,7 +200,11 @@ std::tuple<Tensor, Tensor> attention_kvcache(
                                window_right,
                                softcap,
                                num_splits,
-                               check_values};
+                               check_values,
+                               k_descale,
+                               v_descale,
+                               k_descale_factor,
+                               v_descale_factor};
     KvCacheAttentionParams params = fan::check_kvcache(arguments);
     const Place place(q);
     Buffers buffers = allocate_buffers(place, arguments, params);
@@ -213,7 +218,9 @@ std::tuple<Tensor, Tensor> attention_kvcache_append(
     const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
-    bool rotary_interleaved, int64_t num_splits, bool check_values) {
+    bool rotary_interleaved, int64_t num_splits, bool check_values,
+    const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+    double k_descale_factor, double v_descale_factor) {
     KvCacheArguments arguments{q,
                                k_cache,
                                v_cache,
@@ -236,7 +243,11 @@ std::tuple<Tensor, Tensor> attention_kvcache_append(
                                window_right,
                                softcap,
                                num_splits,
-                               check_values};
+                               check_values,
+                               k_descale,
+                               v_descale,
+                               k_descale_factor,
+                               v_descale_factor};
     KvCacheAttentionParams params = fan::check_kvcache(arguments);
     const Place place(q);
     Buffers buffers = allocate_buffers(place, arguments, params);

@@ -48,6 +48,14 @@ inline std::string text(ScalarType dtype) {
             return "torch.float16";
         case ScalarType::BFloat16:
             return "torch.bfloat16";
+        case ScalarType::Float8_e4m3fn:
+            return "torch.float8_e4m3fn";
+        case ScalarType::Float8_e5m2:
+            return "torch.float8_e5m2";
+        case ScalarType::Float8_e4m3fnuz:
+            return "torch.float8_e4m3fnuz";
+        case ScalarType::Float8_e5m2fnuz:
+            return "torch.float8_e5m2fnuz";
         case ScalarType::Int:
             return "torch.int32";
         case ScalarType::Long:

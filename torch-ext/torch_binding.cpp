@@ -26,20 +26,25 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
         " -> (Tensor dq, Tensor dk, Tensor dv, Tensor ds_aux, Tensor dattn_bias)");
     // Attention to a key-value cache, without gradients; seqlen is added to the lengths that the
     // index tensors give, or is the length where there are none. The second op first writes k and v
-    // into the cache, from that length on: one op, so that nothing is written if it refuses.
+    // into the cache, from that length on: one op, so that nothing is written if it refuses. A
+    // descale is its tensor, or 1, times its factor.
     ops.def(
         "attention_kvcache(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? cu_seqlens_q,"
         " Tensor? cu_seqlens_k, Tensor? cache_seqlens, Tensor? cache_batch_idx,"
         " Tensor? cache_leftpad, Tensor? page_table, Tensor? alibi_slopes, Tensor? s_aux,"
         " SymInt seqlen, float softmax_scale, bool causal, int window_left, int window_right,"
-        " float softcap, int num_splits, bool check_values) -> (Tensor out, Tensor softmax_lse)");
+        " float softcap, int num_splits, bool check_values, Tensor? k_descale=None,"
+        " Tensor? v_descale=None, float k_descale_factor=1.0, float v_descale_factor=1.0)"
+        " -> (Tensor out, Tensor softmax_lse)");
     ops.def(
         "attention_kvcache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor q, Tensor k,"
         " Tensor v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens,"
         " Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? page_table,"
         " Tensor? alibi_slopes, Tensor? s_aux, SymInt seqlen, float softmax_scale, bool causal,"
         " int window_left, int window_right, float softcap, bool rotary_interleaved,"
-        " int num_splits, bool check_values) -> (Tensor out, Tensor softmax_lse)");
+        " int num_splits, bool check_values, Tensor? k_descale=None, Tensor? v_descale=None,"
+        " float k_descale_factor=1.0, float v_descale_factor=1.0)"
+        " -> (Tensor out, Tensor softmax_lse)");
     // stats: what the backward pass needs of each row, rstd or (rstd, mean). residual_out: x +
     // residual, empty unless needed.
     ops.def(

@@ -35,7 +35,8 @@ std::tuple<Tensor, Tensor> attention_kvcache(
     const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
-    int64_t num_splits, bool check_values);
+    int64_t num_splits, bool check_values, const std::optional<Tensor>& k_descale,
+    const std::optional<Tensor>& v_descale, double k_descale_factor, double v_descale_factor);
 
 std::tuple<Tensor, Tensor> attention_kvcache_append(
     Tensor k_cache, Tensor v_cache, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -44,7 +45,9 @@ std::tuple<Tensor, Tensor> attention_kvcache_append(
     const std::optional<Tensor>& cache_leftpad, const std::optional<Tensor>& page_table,
     const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& s_aux, int64_t seqlen,
     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
-    bool rotary_interleaved, int64_t num_splits, bool check_values);
+    bool rotary_interleaved, int64_t num_splits, bool check_values,
+    const std::optional<Tensor>& k_descale, const std::optional<Tensor>& v_descale,
+    double k_descale_factor, double v_descale_factor);
 
 std::tuple<Tensor, Tensor, Tensor> norm_fwd(const Tensor& x, const std::optional<Tensor>& residual,
                                             const std::optional<Tensor>& weight,

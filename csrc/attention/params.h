@@ -118,6 +118,18 @@ struct AttentionBwdParams {
         nullptr;  // attention_bwd_workspace_bytes(params), 64-byte aligned; contents undefined
 };
 
+/// What the elements of a float8 cache are multiplied with, for each sequence and head.
+struct Descale {
+    float factor = 1.0f;
+    const float* values = nullptr;  // [batch_size, num_heads_kv] by these strides; null: all 1
+    int64_t batch_stride = 0, head_stride = 0;
+
+    FAN_HOST_DEVICE float of(int64_t batch, int64_t head) const {
+        return values == nullptr ? factor
+                                 : factor * values[batch * batch_stride + head * head_stride];
+    }
+};
+
 /// Where the keys and values of each sequence lie in a cache, and how many there are. Position p of
 /// a sequence is row p of its cache entry, or row p % entry_rows of its page p / entry_rows; its
 /// keys are the positions from its leftpad up to its length. kv_cache.h reads it.
@@ -133,6 +145,8 @@ struct KvCacheLayout {
     int64_t num_entries = 0;             // cache rows of the batch, or pages
     int64_t entry_rows = 0;              // seqlen_cache, or page_size
     TensorStrides k_strides, v_strides;  // batch: from one entry to the next
+    bool is_float8 = false;  // elements are e4m3, times k_descale and v_descale, not q's dtype
+    Descale k_descale, v_descale;
 
     bool is_paged = false;                // page_table may be null where it has no elements
     const int32_t* page_table = nullptr;  // [batch_size, pages_per_sequence], entries
@@ -159,8 +173,10 @@ struct KvCacheLayout {
 /// Rotation of the first rotary_dim elements of a row at position p, by row min(p, rotary_rows - 1)
 /// of the tables, in float32:  (x, y) -> (x * cos - y * sin, y * cos + x * sin), where y is the
 /// element after x (interleaved) or rotary_dim / 2 after it.
+///
+/// A float8 cache gets what results divided by its descale, rounded once: see float_to_e4m3.
 struct KvCacheAppendParams {
-    DType dtype = DType::kBFloat16;  // of q, k, v and the cache
+    DType dtype = DType::kBFloat16;  // of q, k, v and, unless it is float8, the cache
     KvCacheLayout cache;
     void* k_cache = nullptr;  // [num_entries, entry_rows, num_heads_kv, head_dim]
     void* v_cache = nullptr;  // [num_entries, entry_rows, num_heads_kv, head_dim_v]

@@ -391,3 +391,79 @@ class TestValues:
             refused(call(**{name: None}), f"{name} is None", "torch.Tensor")
         refused(call(attn_bias=torch.zeros(1, 1, 20)), "attn_bias", "block_table")
         refused(call(q=inputs["q"].clone().requires_grad_()), "q.requires_grad", "block_table")
+
+
+class TestFloat8:
+    @pytest.fixture
+    def float8(self, case):
+        return {
+            **case,
+            **{name: case[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")},
+        }
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str
+    )
+    @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+    def test_other_float8(self, kernel, float8, name, dtype):
+        wrong = float8[name].float().to(dtype)
+        refused_whole(
+            kernel, float8, f"{name} has dtype {dtype}", "torch.float8_e4m3fn", **{name: wrong}
+        )
+
+    @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+    def test_one_cache_alone(self, kernel, case, float8, name):
+        refused_whole(kernel, float8, "must have one dtype", **{name: case[name]})
+
+    @pytest.mark.parametrize("name", ["q", "k", "v"])
+    def test_float8_elsewhere(self, kernel, float8, name):
+        wrong = float8[name].to(torch.float8_e4m3fn)
+        text = f"{name} has dtype torch.float8_e4m3fn"
+        refused_whole(kernel, float8, "dtype torch.float8_e4m3fn", **{name: wrong})
+        if name == "q":
+            both = {other: float8[other].to(torch.float8_e4m3fn) for other in ("q", "k", "v")}
+            refused_whole(kernel, float8, text, "torch.bfloat16", **both)
+
+    @pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+    def test_descale(self, kernel, case, float8, name, bf16_place):
+        device = bf16_place["device"]
+        for value in (1.0, torch.ones(2, device=device)):
+            text = f"{name} is given, but {name[0]}_cache has dtype torch.bfloat16"
+            refused_whole(kernel, case, text, "pass None", **{name: value})
+        for value in (0.0, -1.0, float("nan"), float("inf"), 1e39, 1e-39):
+            refused_whole(kernel, float8, f"{name} is ", "positive", **{name: value})
+        for value in ("1", True, [1.0, 1.0]):
+            refused_whole(kernel, float8, name, **{name: value})
+        for shape in ((1,), (3,), (2, 3), (1, 2), (2, 2, 1)):
+            wrong = torch.ones(shape, device=device)
+            refused_whole(
+                kernel, float8, f"{name} has shape {shape}", "(num_heads_kv,)", **{name: wrong}
+            )
+        wrong = torch.ones(2, device=device, dtype=torch.bfloat16)
+        refused_whole(kernel, float8, f"{name} has dtype torch.bfloat16", **{name: wrong})
+        wrong = torch.ones(2, device=device, requires_grad=True)
+        refused_whole(kernel, float8, f"{name}.requires_grad is True", **{name: wrong})
+
+    @pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+    def test_values_of_a_descale(self, kernel, name, value):
+        """On the CPU, or where checks are on."""
+        place = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+        case = make_case(place, [30, 9], 2, 3, heads=(4, 2), head_dim=16)
+        case |= {other: case[other].to(torch.float8_e4m3fn) for other in ("k_cache", "v_cache")}
+        wrong = torch.tensor([1.0, value])
+        refused_whole(kernel, case, f"{name} has the value", "positive", **{name: wrong})
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+    def test_device_of_a_descale(self, kernel, name):
+        place = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+        case = make_case(place, [30, 9], 2, 3, heads=(4, 2), head_dim=16)
+        case |= {other: case[other].to(torch.float8_e4m3fn) for other in ("k_cache", "v_cache")}
+        for wrong in (torch.ones(2), torch.tensor(1.0)):
+            refused_whole(kernel, case, f"{name} is on cpu", **{name: wrong})
+
+    def test_memory_that_is_written(self, kernel, float8):
+        memory = float8["k_cache"].view(torch.uint8).view(-1)[:8]
+        wrong = memory.view(torch.float32)
+        refused_whole(kernel, float8, "v_descale shares memory with k_cache", v_descale=wrong)

@@ -35,7 +35,14 @@ def _refusal(error: Exception, renamed: dict[str, str]) -> Optional[ValueError]:
 
 
 # Of the arguments that ops take; rng_state is int64.
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int32,
+    torch.int64,
+)
 
 
 def _hidden_error(

@@ -6,8 +6,11 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from .arguments import check_flag, check_whole_number
+from .arguments import check_flag, check_number, check_whole_number
+from .attention_shapes import is_known
 from .kvcache_op import attend, check_inference, check_paged
+
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 def flash_attn_with_kvcache(
@@ -33,6 +36,8 @@ def flash_attn_with_kvcache(
     *,
     page_table: Optional[Tensor] = None,
     s_aux: Optional[Tensor] = None,
+    k_descale: Optional[Union[float, Tensor]] = None,
+    v_descale: Optional[Union[float, Tensor]] = None,
 ) -> Union[Tensor, tuple[Tensor, Tensor]]:
     """Softmax attention to a key-value cache, after new rows were written into it.
 
@@ -52,13 +57,14 @@ def flash_attn_with_kvcache(
         q: (batch_size, seqlen_q, num_heads_q, head_dim); bfloat16, float16 or, on the CPU only,
             float32. seqlen_q is usually 1, but may be any length.
         k_cache: (batch_size_cache, seqlen_cache, num_heads_kv, head_dim), or with ``block_table``
-            (num_pages, page_size, num_heads_kv, head_dim); dtype of ``q``, the last dimension of
-            unit stride, otherwise any strides. head_dim is 1 to 512, or 576 with head_dim_v 512. On
-            a GPU each call copies a cache whose rows are not aligned to 16 bytes, as those of a
-            head_dim that is no multiple of 8.
+            (num_pages, page_size, num_heads_kv, head_dim); dtype of ``q``, or float8_e4m3fn; the
+            last dimension of unit stride, otherwise any strides. head_dim is 1 to 512, or 576 with
+            head_dim_v 512. On a GPU each call copies a cache whose rows are not aligned to 16
+            bytes, as those of a head_dim that is no multiple of 8 (float8: 16).
         v_cache: likewise with head_dim_v. It may be a part of ``k_cache``'s memory if nothing is
             appended.
-        k: (batch_size, seqlen_new, num_heads_kv, head_dim), rows to append, at ``cache_seqlens``.
+        k: (batch_size, seqlen_new, num_heads_kv, head_dim), rows to append, at ``cache_seqlens``,
+            in the dtype of ``q``.
         v: (batch_size, seqlen_new, num_heads_kv, head_dim_v).
         rotary_cos: (seqlen_rotary, rotary_dim / 2), dtype of ``q`` or float32: rotates the first
             rotary_dim elements of ``k`` before it is written, and of ``q``. Row r of ``k`` stands
@@ -86,6 +92,11 @@ def flash_attn_with_kvcache(
         return_softmax_lse: returns ``(out, softmax_lse)``.
         page_table: another name of ``block_table``, FlashAttention-3's.
         s_aux: (num_heads_q,), the attention sink of each head; float32, bfloat16 or float16.
+        k_descale: what the elements of a float8 ``k_cache`` are multiplied with, as in
+            FlashAttention-3: positive, a float or float32 of shape (), (num_heads_kv,) or
+            (batch_size, num_heads_kv); None is 1. New rows are divided by it, after their rotation,
+            and rounded to nearest even; what then exceeds 448 becomes 448, and NaN stays NaN.
+        v_descale: likewise for ``v_cache``.
 
     Returns:
         out, (batch_size, seqlen_q, num_heads_q, head_dim_v), dtype of ``q``, contiguous; with
@@ -126,12 +137,16 @@ def flash_attn_with_kvcache(
         s_aux=s_aux,
         block_table=block_table,
         page_table=page_table,
+        k_descale=k_descale if isinstance(k_descale, Tensor) else None,
+        v_descale=v_descale if isinstance(v_descale, Tensor) else None,
     )
     renamed = None if page_table is None else {"block_table": "page_table"}
     page_table = block_table if page_table is None else page_table
     check_paged(k_cache, page_table, renamed)
     if k is not None:
         _check_written(k_cache=k_cache, v_cache=v_cache)
+    k_descale, k_factor = _descale("k_descale", k_descale, k_cache)
+    v_descale, v_factor = _descale("v_descale", v_descale, v_cache)
     lengths, seqlen = _lengths(cache_seqlens, k_cache, page_table)
     out, softmax_lse = attend(
         q,
@@ -157,6 +172,10 @@ def flash_attn_with_kvcache(
         check_flag("rotary_interleaved", rotary_interleaved),
         check_whole_number("num_splits", num_splits),
         renamed,
+        k_descale,
+        v_descale,
+        k_factor,
+        v_factor,
     )
     return (out, softmax_lse) if return_softmax_lse else out
 
@@ -171,6 +190,25 @@ def _check_written(**caches: Tensor) -> None:
                 f"{name} is a view of the negative numbers of those in memory, which new rows "
                 f"cannot be written into; pass {name}.clone()"
             )
+
+
+def _descale(
+    name: str, value: Optional[Union[float, Tensor]], cache: Tensor
+) -> tuple[Optional[Tensor], float]:
+    """A tensor, and a factor beside it."""
+    if value is None:
+        return None, 1.0
+    if cache.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"{name} is given, but {name[0]}_cache has dtype {cache.dtype}; it belongs to a cache "
+            "of torch.float8_e4m3fn: pass None"
+        )
+    if isinstance(value, Tensor):
+        return value, 1.0
+    factor = check_number(name, value)
+    if is_known(factor) and not _FLOAT32.tiny <= factor <= _FLOAT32.max:
+        raise ValueError(f"{name} is {factor:g}; it must be a positive number that float32 holds")
+    return None, factor
 
 
 def _lengths(

@@ -165,6 +165,10 @@ def attend(
     rotary_interleaved: bool,
     num_splits: int,
     renamed: Optional[dict[str, str]],
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
+    k_descale_factor: float = 1.0,
+    v_descale_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """One call of the op that appends, or of the one that only reads; ``(out, softmax_lse)``.
     ``renamed`` is that of ``call``."""
@@ -198,6 +202,10 @@ def attend(
                 softcap,
                 num_splits,
                 checks_values(),
+                k_descale,
+                v_descale,
+                k_descale_factor,
+                v_descale_factor,
             ),
             renamed,
         )
@@ -226,6 +234,10 @@ def attend(
             rotary_interleaved,
             num_splits,
             checks_values(),
+            k_descale,
+            v_descale,
+            k_descale_factor,
+            v_descale_factor,
         ),
         renamed,
     )
@@ -264,6 +276,10 @@ def _attention_kvcache_fake(
     softcap,
     num_splits,
     check_values,
+    k_descale=None,
+    v_descale=None,
+    k_descale_factor=1.0,
+    v_descale_factor=1.0,
 ):
     check_kvcache_shapes(
         q,
@@ -277,6 +293,8 @@ def _attention_kvcache_fake(
         block_table=page_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     check_attention_scalars(softmax_scale, window_left, window_right, softcap)
     has_lengths = cache_seqlens is not None or cu_seqlens_k is not None
@@ -308,6 +326,10 @@ def _attention_kvcache_append_fake(
     rotary_interleaved,
     num_splits,
     check_values,
+    k_descale=None,
+    v_descale=None,
+    k_descale_factor=1.0,
+    v_descale_factor=1.0,
 ):
     check_kvcache_shapes(
         q,
@@ -323,6 +345,8 @@ def _attention_kvcache_append_fake(
         block_table=page_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     check_attention_scalars(softmax_scale, window_left, window_right, softcap)
     has_lengths = cache_seqlens is not None

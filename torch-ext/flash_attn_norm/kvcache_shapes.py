@@ -17,6 +17,7 @@ from .attention_shapes import (
 )
 
 _MAX_HEAD_DIM = 512
+_OTHER_FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _LATENT = (576, 512)  # multi-head latent attention
 _CURE_OF_A_CACHE = "cast q, or make the cache in q's"
 
@@ -37,6 +38,8 @@ def check_kvcache_shapes(
     block_table: Optional[Tensor] = None,
     alibi_slopes: Optional[Tensor] = None,
     s_aux: Optional[Tensor] = None,
+    k_descale: Optional[Tensor] = None,
+    v_descale: Optional[Tensor] = None,
 ) -> None:
     """Raises the op's ValueError for tensors that do not go together."""
     cumulative = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -59,8 +62,11 @@ def check_kvcache_shapes(
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
-    _check_dtypes(q, **caches, **new)
+    _check_cache_dtypes(q, k_cache, v_cache)
+    _check_dtypes(q, **new)
     packed = cu_seqlens_q is not None
     _check_rank("q", q, 3 if packed else 4)
     for name, tensor in {**caches, **new}.items():
@@ -73,6 +79,9 @@ def check_kvcache_shapes(
         _check_index_tensor(name, tensor, "(batch_size,)", batch_size)
     if block_table is not None:
         _check_table(block_table, cache_batch_idx, batch_size)
+    for name, values in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if values is not None:
+            _check_descale(name, values, k_cache, batch_size)
     if k is not None:
         _check_new_rows(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin)
     check_head_terms(q.shape[-2], batch_size, alibi_slopes, s_aux)
@@ -107,6 +116,27 @@ def check_kvcache_numbers(
         f"cache_seqlens is {seqlen} and k has {counted(new, 'new row')}, but {where}; nothing was "
         "appended"
     )
+
+
+def _check_cache_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype in _OTHER_FLOAT8:
+            raise ValueError(
+                f"{name} has dtype {cache.dtype}; of the float8 dtypes a cache may have "
+                "torch.float8_e4m3fn alone"
+            )
+        if cache.dtype != torch.float8_e4m3fn:
+            _check_dtypes(q, **{name: cache})
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"k_cache has dtype {k_cache.dtype} and v_cache has {v_cache.dtype}; they must have "
+            "one dtype"
+        )
+    if q.dtype == torch.float8_e4m3fn:
+        raise ValueError(
+            f"q has dtype {q.dtype}; beside a float8 cache it must be torch.bfloat16, "
+            "torch.float16 or, on the CPU, torch.float32"
+        )
 
 
 def _check_dtypes(q: Tensor, **tensors: Optional[Tensor]) -> None:
@@ -208,6 +238,27 @@ def _transposed_rows_text(name: str, rows: Tensor, cache: Tensor) -> str:
     if rows.shape[2] == cache.shape[1]:
         return f"; {name}_cache looks transposed, pass {name}_cache.transpose(1, 2)"
     return ""
+
+
+def _check_descale(name: str, values: Tensor, k_cache: Tensor, batch_size: int) -> None:
+    if k_cache.dtype != torch.float8_e4m3fn:
+        raise ValueError(
+            f"{name} is given, but k_cache has dtype {k_cache.dtype}; it belongs to a cache of "
+            "torch.float8_e4m3fn: pass None"
+        )
+    if values.dtype != torch.float32:
+        raise ValueError(f"{name} has dtype {values.dtype}; it must be torch.float32")
+    expected = (batch_size, k_cache.shape[2])
+    fits = values.dim() <= 2
+    for found, size in zip(reversed(values.shape), reversed(expected)):
+        fits = fits & (found == size)
+    require(
+        fits,
+        lambda: (
+            f"{name} has shape {tuple(values.shape)}; it must be a number, (num_heads_kv,) = "
+            f"({expected[1]},) or (batch_size, num_heads_kv) = {expected}"
+        ),
+    )
 
 
 def _check_new_rows(

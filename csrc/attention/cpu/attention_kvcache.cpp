@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "attention/attention.h"
+#include "attention/cpu/e4m3_table.h"
 #include "attention/cpu/tile_engine.h"
 #include "attention/cpu/work_items.h"
 #include "attention/kv_cache.h"
@@ -36,6 +37,7 @@ struct KvPlan {
     const KvCacheAttentionParams& params;
     const AttentionProblem& problem;
     const TileEngine& engine;
+    const E4m3Table float8;
     int block_m, block_n;
     int head_dim, head_dim_v;  // padded to kPanel
     int64_t num_units, num_chunks, num_splits;
@@ -47,6 +49,7 @@ struct KvPlan {
         : params(kv_params),
           problem(kv_params.problem),
           engine(select_engine(problem.dtype)),
+          float8(problem.dtype),
           block_m(engine.fwd_block_m),
           block_n(engine.fwd_block_n),
           head_dim(static_cast<int>(round_up(problem.head_dim, kPanel))),
@@ -116,7 +119,8 @@ struct KvScratch {
     char* q;  // [tile_rows, head_dim]: the chunk's rows of the first head, of the second, ...
     char* k;  // the B form of [head_dim, block_n]
     char* v;  // likewise, [block_n, head_dim_v]
-    char* gathered;  // [block_n, head_dim or head_dim_v], rows of several pages, as they are
+    char* gathered;  // [block_n, head_dim or head_dim_v], rows of several pages, or of a float8
+                     // cache in q's dtype
     float* scores;   // [block_m, block_n]
     char* probs;     // [block_m, block_n]
     float* factors;  // [tile_rows]
@@ -140,6 +144,7 @@ struct KvScratch {
 struct KvItem {
     const KvPlan& plan;
     int64_t batch, kv_head;
+    AttentionProblem problem;  // whose softmax_scale has k_descale in it
     SeqlenInfo info;
     Mask mask;
     int64_t first_position;      // of key 0 in the cache
@@ -149,11 +154,14 @@ struct KvItem {
         : plan(kv_plan),
           batch(unit / plan.problem.num_heads_kv),
           kv_head(unit % plan.problem.num_heads_kv),
+          problem(plan.problem),
           info(kv_seqlen_info(plan.params, batch)),
           mask(mask_of(plan.problem, info)),
           first_position(kv_positions(plan.params.cache, batch).begin),
           row_begin(chunk * plan.chunk_rows),
-          row_end(min_of(row_begin + plan.chunk_rows, info.seqlen_q)) {}
+          row_end(min_of(row_begin + plan.chunk_rows, info.seqlen_q)) {
+        problem.softmax_scale *= plan.params.cache.k_descale.of(batch, kv_head);
+    }
 
     bool empty() const { return row_begin >= row_end; }
     int64_t rows_of_head() const { return row_end - row_begin; }
@@ -169,28 +177,32 @@ struct KvItem {
     }
 };
 
-/// `count` rows of the cache from `key` on; of several pages: copied together.
+/// `count` rows of the cache from `key` on, in q's dtype; of several pages: copied together. Those
+/// of a float8 cache are copied without their descale.
 TensorRows cache_rows(const KvItem& item, const void* data, const TensorStrides& strides,
                       int64_t key, int64_t count, int cols, char* gathered) {
     const KvCacheLayout& cache = item.plan.params.cache;
     const DType dtype = item.plan.problem.dtype;
     const int64_t position = item.first_position + key;
     const KvRow first = kv_row(cache, item.batch, position);
-    const auto rows_at = [&](KvRow at, int64_t rows) {
-        return tensor_rows(data, dtype, strides, at.entry, at.row, item.kv_head, rows, cols);
-    };
-    if (first.row + count <= cache.entry_rows) return rows_at(first, count);
+    if (!cache.is_float8 && first.row + count <= cache.entry_rows) {
+        return tensor_rows(data, dtype, strides, first.entry, first.row, item.kv_head, count, cols);
+    }
 
+    const int64_t element_bytes = cache.is_float8 ? 1 : size_of(dtype);
     const int64_t row_bytes = int64_t{cols} * size_of(dtype);
     char* dst = gathered;
     for (int64_t done = 0; done < count;) {
         const KvRow at = kv_row(cache, item.batch, position + done);
         const int64_t run = min_of(cache.entry_rows - at.row, count - done);
-        const TensorRows rows = rows_at(at, run);
-        const char* src = static_cast<const char*>(rows.data);
-        for (int64_t r = 0; r < run; ++r, dst += row_bytes) {
-            std::memcpy(dst, src + r * rows.row_stride * size_of(dtype),
-                        static_cast<size_t>(row_bytes));
+        const char* src = static_cast<const char*>(data) +
+                          tensor_offset(strides, at.entry, at.row, item.kv_head) * element_bytes;
+        for (int64_t r = 0; r < run; ++r, dst += row_bytes, src += strides.row * element_bytes) {
+            if (cache.is_float8) {
+                item.plan.float8.convert(reinterpret_cast<const uint8_t*>(src), cols, dtype, dst);
+            } else {
+                std::memcpy(dst, src, static_cast<size_t>(row_bytes));
+            }
         }
         done += run;
     }
@@ -219,7 +231,7 @@ void prepare_scores(const KvItem& item, const KvScratch& s, int64_t begin, int64
     for (int64_t row = begin; row < end;) {
         const int64_t in_head = row % rows_of_head;
         const int64_t run = min_of(rows_of_head - in_head, end - row);
-        const ScoreTerms terms = score_terms(plan.problem, item.info, item.batch, item.head(row));
+        const ScoreTerms terms = score_terms(item.problem, item.info, item.batch, item.head(row));
         plan.engine.prepare_scores(
             terms,
             ScoreTile{s.scores + (row - begin) * plan.block_n, plan.block_n,
@@ -236,7 +248,7 @@ void update_softmax(const KvItem& item, const KvScratch& s, const Partial& parti
     const KvPlan& plan = item.plan;
     const SoftmaxState state{partial.row_max + begin, partial.row_sum + begin, s.factors};
     const ScoreTile tile{s.scores, plan.block_n, 0, 0, rows, num_keys};
-    plan.engine.softmax_update(tile, scale_log2_of(plan.problem), state, nullptr, s.probs,
+    plan.engine.softmax_update(tile, scale_log2_of(item.problem), state, nullptr, s.probs,
                                plan.block_n);
     plan.engine.scale_rows(partial.acc_o + begin * plan.head_dim_v, plan.head_dim_v, rows,
                            plan.head_dim_v, s.factors);
@@ -324,8 +336,9 @@ void attend_to_keys(const KvItem& item, const KvScratch& s, const Partial& parti
 /// out = acc_o / row_sum, with the sink as one more term of the sum.
 void store_output(const KvItem& item, const KvScratch& s, const Partial& partial) {
     const KvPlan& plan = item.plan;
-    const AttentionProblem& problem = plan.problem;
+    const AttentionProblem& problem = item.problem;
     const int rows = static_cast<int>(item.rows_of_head());
+    const float v_descale = plan.params.cache.v_descale.of(item.batch, item.kv_head);
     const TensorStrides strides =
         contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
     for (int g = 0; g < problem.group_size(); ++g) {
@@ -338,15 +351,17 @@ void store_output(const KvItem& item, const KvScratch& s, const Partial& partial
             tensor_offset(strides, item.info.batch, item.info.row_q + item.row_begin, head);
         plan.engine.store_rows(
             partial.acc_o + first * plan.head_dim_v, plan.head_dim_v, rows, problem.head_dim_v,
-            1.0f, s.factors, static_cast<char*>(plan.params.out) + offset * size_of(problem.dtype),
-            problem.dtype, strides.row);
+            v_descale, s.factors,
+            static_cast<char*>(plan.params.out) + offset * size_of(problem.dtype), problem.dtype,
+            strides.row);
     }
 }
 
 /// One more split's state into `sum`.
-void merge(const KvPlan& plan, int64_t rows, const Partial& part, const Partial& sum) {
-    const float scale_log2 = scale_log2_of(plan.problem);
-    for (int64_t r = 0; r < rows; ++r) {
+void merge(const KvItem& item, const Partial& part, const Partial& sum) {
+    const KvPlan& plan = item.plan;
+    const float scale_log2 = scale_log2_of(item.problem);
+    for (int64_t r = 0; r < item.rows(); ++r) {
         if (part.row_sum[r] == 0.0f) continue;  // sees no key
         const float new_max = part.row_max[r] > sum.row_max[r] ? part.row_max[r] : sum.row_max[r];
         const float finite_max = new_max == -INFINITY ? 0.0f : new_max;  // a NaN stays
@@ -410,17 +425,17 @@ void attention_kvcache(const KvCacheAttentionParams& params, const CpuRuntime& r
         if (is_whole) store_output(item, scratch, partial);
     });
     if (plan.num_splits == 1) return;
-    for_each_item(
-        runtime, plan.engine, plan.num_units * plan.num_chunks, [&](int64_t worker, int64_t index) {
-            const KvItem item = item_of(index);
-            if (item.empty()) return;
-            const KvScratch scratch = scratch_of(worker);
-            scratch.partial.clear(plan, item.rows());
-            for (int64_t split = 0; split < plan.num_splits; ++split) {
-                merge(plan, item.rows(), part_of(index * plan.num_splits + split), scratch.partial);
-            }
-            store_output(item, scratch, scratch.partial);
-        });
+    for_each_item(runtime, plan.engine, plan.num_units * plan.num_chunks,
+                  [&](int64_t worker, int64_t index) {
+                      const KvItem item = item_of(index);
+                      if (item.empty()) return;
+                      const KvScratch scratch = scratch_of(worker);
+                      scratch.partial.clear(plan, item.rows());
+                      for (int64_t split = 0; split < plan.num_splits; ++split) {
+                          merge(item, part_of(index * plan.num_splits + split), scratch.partial);
+                      }
+                      store_output(item, scratch, scratch.partial);
+                  });
 }
 
 }  // namespace cpu

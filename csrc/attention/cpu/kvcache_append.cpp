@@ -4,6 +4,7 @@
 #include "attention/attention.h"
 #include "attention/cpu/half_types.h"
 #include "attention/cpu/work_items.h"
+#include "attention/float8.h"
 #include "attention/kv_cache.h"
 
 namespace flash_attn_norm {
@@ -41,23 +42,43 @@ struct Angles {
     }
 };
 
+/// Calls store(column, value) for the elements below rotary_dim of a row, rotated.
+template <class Store>
+void rotate_row(const KvCacheAppendParams& params, const Angles& angles, const void* row,
+                Store&& store) {
+    const int pairs = params.rotary_dim / 2;
+    for (int i = 0; i < pairs; ++i) {
+        const int first = params.rotary_interleaved ? 2 * i : i;
+        const int second = params.rotary_interleaved ? 2 * i + 1 : i + pairs;
+        const float x = load_element(row, params.dtype, first);
+        const float y = load_element(row, params.dtype, second);
+        store(first, x * angles.cos[i] - y * angles.sin[i]);
+        store(second, y * angles.cos[i] + x * angles.sin[i]);
+    }
+}
+
 /// dst = src, its first rotary_dim elements rotated.
 void write_row(const KvCacheAppendParams& params, const Angles* angles, const void* src,
                int head_dim, void* dst) {
     std::memcpy(dst, src, static_cast<size_t>(head_dim) * size_of(params.dtype));
     if (angles == nullptr) return;
-    const int pairs = params.rotary_dim / 2;
-    for (int i = 0; i < pairs; ++i) {
-        const int first = params.rotary_interleaved ? 2 * i : i;
-        const int second = params.rotary_interleaved ? 2 * i + 1 : i + pairs;
-        const float x = load_element(src, params.dtype, first);
-        const float y = load_element(src, params.dtype, second);
-        store_element(dst, params.dtype, first, x * angles->cos[i] - y * angles->sin[i]);
-        store_element(dst, params.dtype, second, y * angles->cos[i] + x * angles->sin[i]);
-    }
+    rotate_row(params, *angles, src,
+               [&](int column, float value) { store_element(dst, params.dtype, column, value); });
 }
 
-/// Bytes from a tensor's start to one of its rows.
+/// The same into a float8 cache.
+void write_float8_row(const KvCacheAppendParams& params, const Angles* angles, const void* src,
+                      int head_dim, float descale, uint8_t* dst) {
+    const auto store = [&](int column, float value) {
+        dst[column] = float_to_e4m3(value / descale);
+    };
+    for (int i = angles == nullptr ? 0 : params.rotary_dim; i < head_dim; ++i) {
+        store(i, load_element(src, params.dtype, i));
+    }
+    if (angles != nullptr) rotate_row(params, *angles, src, store);
+}
+
+/// Bytes from the start of q, k or v to one of its rows.
 int64_t bytes_to(const KvCacheAppendParams& params, const TensorStrides& strides, int64_t batch,
                  int64_t row, int64_t head) {
     return tensor_offset(strides, batch, row, head) * size_of(params.dtype);
@@ -72,17 +93,23 @@ void append_row(const KvCacheAppendParams& params, int64_t batch, int64_t row) {
 
     const Angles angles(params, position);
     const Angles* const rotation = params.rotary_dim > 0 ? &angles : nullptr;
-    const char* const k = static_cast<const char*>(params.k);
-    const char* const v = static_cast<const char*>(params.v);
-    char* const k_cache = static_cast<char*>(params.k_cache);
-    char* const v_cache = static_cast<char*>(params.v_cache);
+    const int element_bytes = cache.is_float8 ? 1 : size_of(params.dtype);
+    const auto write = [&](const Angles* angles, const void* rows, const TensorStrides& strides,
+                           int head_dim, void* data, const TensorStrides& cache_strides,
+                           const Descale& descale, int head) {
+        const char* const src =
+            static_cast<const char*>(rows) + bytes_to(params, strides, batch, row, head);
+        char* const dst = static_cast<char*>(data) +
+                          tensor_offset(cache_strides, at.entry, at.row, head) * element_bytes;
+        if (!cache.is_float8) return write_row(params, angles, src, head_dim, dst);
+        write_float8_row(params, angles, src, head_dim, descale.of(batch, head),
+                         reinterpret_cast<uint8_t*>(dst));
+    };
     for (int head = 0; head < params.num_heads_kv; ++head) {
-        write_row(params, rotation, k + bytes_to(params, params.k_strides, batch, row, head),
-                  params.head_dim,
-                  k_cache + bytes_to(params, cache.k_strides, at.entry, at.row, head));
-        write_row(params, nullptr, v + bytes_to(params, params.v_strides, batch, row, head),
-                  params.head_dim_v,
-                  v_cache + bytes_to(params, cache.v_strides, at.entry, at.row, head));
+        write(rotation, params.k, params.k_strides, params.head_dim, params.k_cache,
+              cache.k_strides, cache.k_descale, head);
+        write(nullptr, params.v, params.v_strides, params.head_dim_v, params.v_cache,
+              cache.v_strides, cache.v_descale, head);
     }
 }
 
