@@ -104,7 +104,7 @@ int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params) {
     if (runs_as_cache_call(params, device.num_sms)) {
         return attention_kvcache_workspace_bytes(cache_call(params));
     }
-    return uses_hopper_fwd(params, device) ? sm90::kFwdWorkspaceBytes : 0;
+    return uses_hopper_fwd(params, device) ? sm90::fwd_workspace_bytes(params) : 0;
 }
 
 void attention_fwd(const AttentionFwdParams& params, void* stream) {

@@ -89,6 +89,31 @@ def test_packed_tiles_cover_every_row_once(native, window, more_rows):
             assert sorted(found) == list(range(total_q))
 
 
+def test_a_packed_sequence_is_in_one_of_two_lists(native):
+    """Short ones, by their rows and keys, in tiles of their own; every row in one tile."""
+    rows, keys = native.kShortRows, native.kShortKeys
+    lengths_q = [rows, 1, rows + 1, 0, 7, 500, rows, 3]
+    lengths_k = [keys, 0, keys, 9, keys + 1, 500, 20, 3]
+    cu_q = [0, *itertools.accumulate(lengths_q)]
+    cu_k = [0, *itertools.accumulate(lengths_k)]
+
+    def sequences(of_short: bool, total_q: int) -> list:
+        block_m = rows if of_short else 2 * rows
+        tiles = native.fwd_tiles_packed(
+            cu_q, cu_k, total_q, cu_k[-1], 1, (-1, -1), block_m, 16, True, of_short
+        )
+        found = [(tile["sequence"], tile["block"]) for tile in tiles]
+        assert len(set(found)) == len(found)
+        assert all(tile["row_q"] == [*cu_q, 0][tile["sequence"]] for tile in tiles)
+        return sorted(sequence for sequence, _ in found)
+
+    assert sequences(True, cu_q[-1]) == [0, 1, 6, 7]
+    assert sequences(False, cu_q[-1]) == [2, 4, 5, 5, 5, 5]
+    # The rows behind the last sequence are one more, without keys.
+    assert sequences(True, cu_q[-1] + rows) == [0, 1, 6, 7, 8]
+    assert sequences(False, cu_q[-1] + 2 * rows + 1) == [2, 4, 5, 5, 5, 5, 8, 8]
+
+
 def test_wild_cu_seqlens_stay_inside_the_tensor(native):
     cu_seqlens = [0, 50, -7, 2**31 - 1, 20]
     for tile in native.fwd_tiles_packed(cu_seqlens, cu_seqlens, 100, 90, 1, (-1, 0), 32, 16):

@@ -14,7 +14,6 @@ struct FwdArguments {
     CUtensorMap map_out;              // boxes of 64 rows
     AttentionFwdParams params;
     FwdTileWalk walk;
-    int num_tiles = 0;
     int* tile_counter = nullptr;  // zero at the start; null: tiles are dealt out in turn
 };
 

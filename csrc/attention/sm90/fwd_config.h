@@ -1,5 +1,6 @@
 #pragma once
 
+#include "attention/sm90/fwd_tile_list.h"
 #include "attention/sm90/tile_layout.h"
 
 namespace flash_attn_norm {
@@ -11,6 +12,7 @@ enum class FwdBody {
     kBanded,       // causal masks and windows
     kBandedShort,  // the same, for few keys
     kGeneral,      // softcap and ALiBi as well
+    kShort,        // kBanded's masks, for packed sequences of up to kShortRows rows
 };
 
 /// Tile and schedule of a forward kernel. Each consumer warpgroup owns 64 of
@@ -26,12 +28,27 @@ struct FwdTile {
     bool rescale_first = false;  // O is rescaled between the two products of a step, not after them
     bool wait_first = false;     // softmax starts when both products of a step are done
     bool output_tile = true;     // O leaves by the copy engine; else straight from registers
+    int ctas_per_sm = 1;
 };
+
+/// Tiles of one warpgroup, so small that several CTAs share a multiprocessor: where a tile meets a
+/// block or two of keys, one CTA's loads and stores are hidden by nothing but another CTA.
+constexpr FwdTile short_fwd_tile(int head_dim) {
+    FwdTile tile;
+    tile.block_m = tile.block_n = kShortRows;
+    tile.q_stages = 1;
+    tile.kv_stages = head_dim <= 128 ? 2 : 1;
+    tile.ping_pong = false;
+    tile.output_tile = false;  // most tiles end within a warpgroup's rows
+    tile.ctas_per_sm = head_dim == 64 ? 3 : 2;
+    return tile;
+}
 
 /// Measured on an H200 (docs/attention_sm90.md). Registers bound the tiles: 232
 /// per thread with two consumer warpgroups, 160 with three; so does shared
 /// memory, 227 KB.
 constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
+    if (body == FwdBody::kShort) return short_fwd_tile(head_dim);
     FwdTile tile;
     if (head_dim == 64 && (body == FwdBody::kFull || body == FwdBody::kBanded)) {
         tile.block_m = 192;
@@ -56,6 +73,12 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
 
 /// kBandedShort serves up to this many keys.
 constexpr int kFewKeys = 1024;
+
+/// Whether there are kernels of body kShort: with several CTAs on a multiprocessor ptxas has 128
+/// registers for an instruction, and one product at head dim 256 takes more.
+constexpr bool has_short_kernels(int head_dim) {
+    return head_dim < 256;
+}
 
 /// A forward kernel's parameters in the form of a type: what it computes, and
 /// its tile.
@@ -86,10 +109,14 @@ struct FwdConfig {
     static constexpr int kConsumers = kBlockM / 64;  // warpgroups
     static constexpr int kThreads = 128 * (kConsumers + 1);
     // ptxas gives every thread the same number of registers at first; the sum
-    // over the warpgroups must not exceed the SM's 65536. With 24 the scheduler
+    // over the warpgroups of all CTAs must not exceed the SM's 65536. With 24 the scheduler
     // spills.
-    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+    static constexpr int kCtasPerSm = kTile.ctas_per_sm;
+    static constexpr int kProducerRegisters = kConsumers == 3 || kCtasPerSm == 3 ? 32 : 40;
+    static constexpr int kConsumerRegisters = kConsumers == 3   ? 160
+                                              : kConsumers == 2 ? 232
+                                              : kCtasPerSm == 2 ? 216
+                                                                : 128;
 
     using LayoutQ = TileLayout<kBlockM, kHeadDim>;
     using LayoutK = TileLayout<kBlockN, kHeadDim>;
@@ -100,9 +127,10 @@ struct FwdConfig {
     static constexpr int kTilesD = kHeadDimV / 8;
 
     // Under a band a warpgroup may leave out half of a tile's first block. No gain at 128.
-    static constexpr bool kHalfBlocks = kBanded && !kGeneral && kHeadDim == 64;
+    static constexpr bool kHalfBlocks =
+        kBanded && !kGeneral && kBody != FwdBody::kShort && kHeadDim == 64;
 
-    static_assert(kBlockM % 64 == 0 && (kConsumers == 2 || kConsumers == 3), "64 rows each");
+    static_assert(kBlockM % 64 == 0 && kConsumers >= 1 && kConsumers <= 3, "64 rows each");
     static_assert(kBlockN % 16 == 0, "whole steps of P V");
 };
 

@@ -349,7 +349,7 @@ __device__ __forceinline__ void init_barriers(FwdSharedStorage<Config>& shared) 
 
 /// A persistent CTA: warpgroup 0 loads and schedules, the others compute.
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     fwd_kernel(const __grid_constant__ FwdArguments arguments) {
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<FwdSharedStorage<Config>*>(shared_bytes);

@@ -40,58 +40,104 @@ FwdArguments fwd_arguments(const AttentionFwdParams& params) {
     return arguments;
 }
 
+/// `lists`: of a packed call, null for a dense one.
 template <class Config>
-void launch_fwd_config(const AttentionFwdParams& params, int num_sms, cudaStream_t stream) {
-    const AttentionProblem& problem = params.problem;
-    const FwdTileWalk walk = FwdTileWalk::make(problem, Config::kBlockM);
-    const int64_t tiles = walk.count();
-    if (tiles == 0) return;
+void launch_fwd_config(const AttentionFwdParams& params, const FwdTileLists* lists, int num_sms,
+                       cudaStream_t stream) {
+    constexpr bool kShort = Config::kBody == FwdBody::kShort;
+    const FwdTileWalk walk = FwdTileWalk::make(params.problem, Config::kBlockM);
+    const int64_t tiles = walk.count();  // packed: at most
+    const int64_t grid = std::min(tiles, int64_t{num_sms} * Config::kCtasPerSm);
+    if (grid == 0) return;
     FwdArguments arguments = fwd_arguments<Config>(params);
     arguments.walk = walk;
-    arguments.num_tiles = static_cast<int>(tiles);
-    const int grid = std::min(arguments.num_tiles, num_sms);
+    if (lists != nullptr) arguments.walk.list = kShort ? lists->short_list() : lists->long_list();
     // Tiles of one length are dealt out in turn; others are claimed one by one.
-    if ((Config::kBanded || problem.is_packed()) && tiles > grid) {
+    if (lists != nullptr) {
+        if (!kShort) arguments.tile_counter = lists->counter;
+    } else if (Config::kBanded && tiles > grid) {
         arguments.tile_counter = static_cast<int*>(params.workspace);
         FAN_CUDA_CHECK(cudaMemsetAsync(arguments.tile_counter, 0, sizeof(int), stream));
     }
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>),
                         sizeof(FwdSharedStorage<Config>), current_device_limits().device, allowed);
-    fwd_kernel<Config>
-        <<<grid, Config::kThreads, sizeof(FwdSharedStorage<Config>), stream>>>(arguments);
+    fwd_kernel<Config><<<static_cast<unsigned>(grid), Config::kThreads,
+                         sizeof(FwdSharedStorage<Config>), stream>>>(arguments);
     check_launch("attention forward");
 }
 
 /// The body that has code for all that the call needs and no more.
-inline FwdBody fwd_body(const AttentionProblem& problem) {
+template <int kHeadDim>
+FwdBody fwd_body(const AttentionProblem& problem) {
     if (problem.softcap > 0.0f || problem.alibi_slopes != nullptr) return FwdBody::kGeneral;
     if (problem.window_left < 0 && problem.window_right < 0) return FwdBody::kFull;
-    return FwdBody::kBanded;
+    // Known on the host only for dense tensors
+    const bool few_keys = !problem.is_packed() && problem.seqlen_k <= kFewKeys;
+    return kHeadDim == 64 && few_keys ? FwdBody::kBandedShort : FwdBody::kBanded;
 }
 
 template <class Element, int kHeadDim, int kHeadDimV>
-void launch_fwd_element(const AttentionFwdParams& params, int num_sms, cudaStream_t stream) {
-    const AttentionProblem& problem = params.problem;
-    const auto launch = [&](auto body) {
-        using Kernel = FwdKernel<Element, kHeadDim, kHeadDimV, decltype(body)::value>;
-        launch_fwd_config<FwdConfig<Kernel>>(params, num_sms, stream);
-    };
-    switch (fwd_body(problem)) {
-        case FwdBody::kFull:
-            return launch(std::integral_constant<FwdBody, FwdBody::kFull>{});
-        case FwdBody::kGeneral:
-            return launch(std::integral_constant<FwdBody, FwdBody::kGeneral>{});
-        default:
-            break;
+struct FwdLauncher {
+    template <FwdBody kBody>
+    using Config = FwdConfig<FwdKernel<Element, kHeadDim, kHeadDimV, kBody>>;
+
+    const AttentionFwdParams& params;
+    int num_sms;
+    cudaStream_t stream;
+
+    template <FwdBody kBody>
+    void launch(const FwdTileLists* lists) const {
+        launch_fwd_config<Config<kBody>>(params, lists, num_sms, stream);
     }
-    if constexpr (kHeadDim == 64) {
-        // Known on the host only for dense tensors
-        if (!problem.is_packed() && problem.seqlen_k <= kFewKeys) {
-            return launch(std::integral_constant<FwdBody, FwdBody::kBandedShort>{});
+
+    void launch(FwdBody body, const FwdTileLists* lists) const {
+        switch (body) {
+            case FwdBody::kFull:
+                return launch<FwdBody::kFull>(lists);
+            case FwdBody::kGeneral:
+                return launch<FwdBody::kGeneral>(lists);
+            case FwdBody::kBandedShort:
+                if constexpr (kHeadDim == 64) return launch<FwdBody::kBandedShort>(lists);
+                break;
+            default:
+                return launch<FwdBody::kBanded>(lists);
         }
     }
-    launch(std::integral_constant<FwdBody, FwdBody::kBanded>{});
+
+    static int block_m(FwdBody body) {
+        return body == FwdBody::kFull      ? Config<FwdBody::kFull>::kBlockM
+               : body == FwdBody::kGeneral ? Config<FwdBody::kGeneral>::kBlockM
+                                           : Config<FwdBody::kBanded>::kBlockM;
+    }
+
+    /// A kernel for the short sequences and one for the others, for any mixture of them. A batch
+    /// whose sequences have many rows in the mean has too few short ones to be worth a launch.
+    void launch_packed(FwdBody body) const {
+        constexpr int64_t kManyRows = 192;
+        const AttentionProblem& problem = params.problem;
+        if (problem.total_q == 0) return;
+        FwdTileLists lists = FwdTileLists::carve(problem, params.workspace);
+        lists.block_m = block_m(body);
+        lists.has_short = has_short_kernels(kHeadDim) && body != FwdBody::kGeneral &&
+                          problem.total_q <= kManyRows * problem.batch_size;
+        list_packed_tiles(problem, lists, stream);
+        launch(body, &lists);
+        if constexpr (has_short_kernels(kHeadDim)) {
+            if (lists.has_short) launch<FwdBody::kShort>(&lists);
+        }
+    }
+};
+
+template <class Element, int kHeadDim, int kHeadDimV>
+void launch_fwd_element(const AttentionFwdParams& params, int num_sms, cudaStream_t stream) {
+    const FwdLauncher<Element, kHeadDim, kHeadDimV> launcher{params, num_sms, stream};
+    const FwdBody body = fwd_body<kHeadDim>(params.problem);
+    if (params.problem.is_packed()) {
+        launcher.launch_packed(body);
+    } else {
+        launcher.launch(body, nullptr);
+    }
 }
 
 template <int kHeadDim, int kHeadDimV>

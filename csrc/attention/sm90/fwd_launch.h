@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
+
 #include "attention/params.h"
 
 namespace flash_attn_norm {
@@ -11,7 +13,13 @@ namespace sm90 {
 bool can_run_fwd(const AttentionFwdParams& params);
 
 /// Bytes of workspace that launch_fwd wants.
-constexpr int kFwdWorkspaceBytes = 64;
+int64_t fwd_workspace_bytes(const AttentionFwdParams& params);
+
+struct FwdTileLists;
+
+/// Sets the counter to 0 and fills the lists, sequence after sequence.
+void list_packed_tiles(const AttentionProblem& problem, const FwdTileLists& lists,
+                       cudaStream_t stream);
 
 /// One definition per size class, in fwd_hdim*.cu.
 template <int kHeadDim, int kHeadDimV>

@@ -110,6 +110,9 @@ template <class Config>
 __device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
                                                const FwdArguments& arguments) {
     const AttentionProblem& problem = arguments.params.problem;
+    FwdTileWalk walk = arguments.walk;
+    walk.load_count();
+    const int num_tiles = static_cast<int>(walk.count());
     const int stride = static_cast<int>(gridDim.x);
     const bool counted = arguments.tile_counter != nullptr;
     const auto claim = [&](int index) {
@@ -120,11 +123,11 @@ __device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
     for (uint32_t round = 0;; ++round) {
         FwdWork work;
 #pragma unroll 1
-        for (; index < arguments.num_tiles; index = claim(index)) {
-            arguments.walk.find(index, work);
+        for (; index < num_tiles; index = claim(index)) {
+            walk.find(index, work);
             if (complete_work(problem, Config::kBlockM, Config::kBlockN, work)) break;
         }
-        if (index >= arguments.num_tiles) work.block = -1;
+        if (index >= num_tiles) work.block = -1;
         // A tile that is known beforehand was looked up while the last one was
         // still in use.
         if (!counted && round > 0) shared.work_empty.wait((round - 1) & 1);

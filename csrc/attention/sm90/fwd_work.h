@@ -5,6 +5,7 @@
 #include "attention/mask.h"
 #include "attention/params.h"
 #include "attention/seqlens.h"
+#include "attention/sm90/fwd_tile_list.h"
 #include "attention/tile_scheduler.h"
 #include "common/host_device.h"
 
@@ -29,27 +30,26 @@ struct alignas(16) FwdWork {
 };
 
 /// The order in which a persistent grid works, made on the host. An entry is one head of one batch
-/// entry (packed: one head of all sequences); its tiles are its blocks of query rows, the last one
-/// first. Entries come in sections, within which the blocks descend across all entries: under a
-/// causal mask the last block sees the most keys, and the longest tiles of many heads go first. A
-/// section is small enough for its keys and values to stay in the L2.
+/// entry (packed: one head of all sequences); its tiles are its blocks of query rows (packed: those
+/// of a list that is made on the device), the last one first. Entries come in sections, within
+/// which the blocks descend across all entries: under a causal mask the last block sees the most
+/// keys, and the longest tiles of many heads go first. A section is small enough for its keys and
+/// values to stay in the L2.
 struct FwdTileWalk {
     int entries = 0;
-    int blocks = 0;   // of one entry; packed: slots (BlockSlots)
+    int blocks = 0;   // of one entry; packed: at most, until load_count()
     int section = 1;  // entries
     int num_heads = 1;
-    int block_m = 1;
-    BlockSlots slots;
+    FwdTileList list;  // packed
 
     static FwdTileWalk make(const AttentionProblem& problem, int block_m) {
         FwdTileWalk walk;
-        walk.slots = BlockSlots::queries(problem, block_m);
+        const BlockSlots slots = BlockSlots::queries(problem, block_m);
         walk.num_heads = problem.num_heads_q;
-        walk.block_m = block_m;
         const int64_t batches = problem.is_packed() ? 1 : problem.batch_size;
         walk.entries = static_cast<int>(batches * problem.num_heads_q);
-        walk.blocks = static_cast<int>(problem.is_packed() ? walk.slots.count()
-                                                           : walk.slots.blocks_per_entry());
+        walk.blocks =
+            static_cast<int>(problem.is_packed() ? slots.count() : slots.blocks_per_entry());
         if (problem.window_right >= 0 && problem.window_left < 0) {
             constexpr int64_t kL2Bytes = 16 << 20;
             const int64_t rows = problem.is_packed() ? problem.total_k : problem.seqlen_k;
@@ -64,8 +64,12 @@ struct FwdTileWalk {
 
     FAN_HOST_DEVICE int64_t count() const { return int64_t{entries} * blocks; }
 
-    /// Sets sequence, head and block of `work`. A slot that no rows fall into gives a block past
-    /// its sequence's end.
+    /// Takes the number of tiles of a packed call from where the list of them is.
+    FAN_HOST_DEVICE void load_count() {
+        if (list.count != nullptr) blocks = *list.count;
+    }
+
+    /// Sets sequence, head and block of `work`.
     FAN_HOST_DEVICE void find(int index, FwdWork& work) const {
         const unsigned per_section = static_cast<unsigned>(blocks) * section;
         const unsigned first = index / per_section * section;
@@ -75,14 +79,15 @@ struct FwdTileWalk {
         const unsigned turn = within / width;
         const unsigned entry = first + (within - turn * width);
         const int block = blocks - 1 - static_cast<int>(turn);
-        if (slots.cu_seqlens == nullptr) {
+        if (list.tiles == nullptr) {
             work.sequence = static_cast<int>(entry / num_heads);
             work.head = static_cast<int>(entry) - work.sequence * num_heads;
             work.block = block;
         } else {
             work.head = static_cast<int>(entry);
-            work.sequence = static_cast<int>(slots.batch_of(block));
-            work.block = static_cast<int>(block - slots.first_slot(work.sequence));
+            const PackedTile tile = list.tiles[block];
+            work.sequence = tile.sequence;
+            work.block = tile.block;
         }
     }
 };
