@@ -322,7 +322,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    kernel = get_kernel(REPO_ID, revision="v2", trust_remote_code=True)
+    kernel = get_kernel(REPO_ID, revision="v3", trust_remote_code=True)
     _compare(kernel.flash_attn_varlen_func, device)
     dist.destroy_process_group()
 

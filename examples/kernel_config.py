@@ -22,7 +22,7 @@ from tiny_model import qwen3_config, save_model  # noqa: E402
 from transformers import AutoModelForCausalLM, KernelConfig, PreTrainedModel  # noqa: E402
 
 # A revision or a version is mandatory, and so is trust for a publisher outside the Hub's list.
-WHICH = {"revision": "v2", "trust_remote_code": True}
+WHICH = {"revision": "v3", "trust_remote_code": True}
 
 
 def with_kernel_config(folder: str) -> PreTrainedModel:
@@ -35,7 +35,7 @@ def with_kernel_config(folder: str) -> PreTrainedModel:
         folder,
         dtype=torch.bfloat16,
         device_map="cuda",
-        attn_implementation=f"{REPO_ID}@v2",
+        attn_implementation=f"{REPO_ID}@v3",
         allow_all_kernels=True,
         kernel_config=config,
         use_kernels=True,
@@ -47,7 +47,7 @@ def with_kernelize(folder: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
-        attn_implementation=f"{REPO_ID}@v2",
+        attn_implementation=f"{REPO_ID}@v3",
         allow_all_kernels=True,
     )
     layer = LayerRepository(REPO_ID, layer_name="LlamaRMSNorm", **WHICH)

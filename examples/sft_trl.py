@@ -32,7 +32,7 @@ def sft_command(folder: Path) -> list[str]:
     settings = {
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "data",
-        "attn_implementation": f"{REPO_ID}@v2",
+        "attn_implementation": f"{REPO_ID}@v3",
         "packing": "true",  # implies padding-free: sequences in one row, told apart by cu_seqlens
         "max_length": 256,
         "max_steps": 2,

@@ -51,9 +51,9 @@ from transformers import (  # noqa: E402
     Qwen3Config,
 )
 
-ATTENTION = f"{REPO_ID}@v2"
+ATTENTION = f"{REPO_ID}@v3"
 # A revision or a version is mandatory, and so is trust for a publisher outside the Hub's list.
-WHICH = {"revision": "v2", "trust_remote_code": True}
+WHICH = {"revision": "v3", "trust_remote_code": True}
 SETTLE_STEPS = 5  # allocator and libraries warm up; not counted in tokens per second
 
 # Qwen3's shape: 16 query heads on 8 key/value heads of 128, RMSNorm on hidden states, q and k.

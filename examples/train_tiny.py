@@ -54,7 +54,7 @@ from matplotlib import pyplot  # noqa: E402
 from tiny_model import TEXT_SOURCE, qwen3_config, reference_bytes, save_model  # noqa: E402
 from transformers import AutoModelForCausalLM, KernelConfig, PreTrainedModel  # noqa: E402
 
-ATTENTION = f"{REPO_ID}@v2"
+ATTENTION = f"{REPO_ID}@v3"
 SETTLE_STEPS = 5  # allocator and thread pool warm up; not counted in tokens per second
 # Largest difference of the losses that rounding explains: in float32 about 1e-6 was seen, in
 # bfloat16 the third digit of a loss is rounded. A gradient that is wrong by one percent shows more.
@@ -84,7 +84,7 @@ def load_eager(folder: Path, device: torch.device) -> PreTrainedModel:
 
 def load_with_kernels(folder: Path, device: torch.device) -> PreTrainedModel:
     """The same model with our attention and RMSNorm; the norm's route depends on the device."""
-    layer = {"layer_name": "LlamaRMSNorm", "revision": "v2", "trust_remote_code": True}
+    layer = {"layer_name": "LlamaRMSNorm", "revision": "v3", "trust_remote_code": True}
     common = {
         "dtype": torch.float32,
         "attn_implementation": ATTENTION,
@@ -185,7 +185,7 @@ def describe_kernel() -> None:
     """Loads the build as any user would, and says which one the loader picked."""
     started = time.perf_counter()
     try:
-        get_kernel(REPO_ID, revision="v2", trust_remote_code=True)
+        get_kernel(REPO_ID, revision="v3", trust_remote_code=True)
     except FileNotFoundError as error:
         sys.exit(f"{error}\n\nNo build for this torch yet: run `make build` (or `make demo`).")
     loaded = get_loaded_kernels()[-1]

@@ -103,6 +103,7 @@ def test_deterministic_environment_flag(kernel, monkeypatch):
     [
         "org/flash-attn-norm",
         "org/flash-attn-norm@v1",
+        "org/flash-attn-norm@v3",
         "org/flash-attn-norm@v1:flash_attn_func",
         "org/flash-attn-norm@v1:flash_attn_varlen_func",
         "org/flash-attn-norm:flash_attn_func",

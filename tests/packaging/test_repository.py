@@ -213,6 +213,15 @@ def test_every_name_of_an_attention_says_which_version():
         assert all(wanted.match(name) for name in names), (page.name, names)
 
 
+def test_pages_and_examples_pin_the_version_of_this_tree():
+    pins = re.compile(r'@v(\d+)|\bversion=(\d+)|"?revision"?[=:] ?"v(\d+)"')
+    pages = [ROOT / "README.md", ROOT / "docs/integration.md", ROOT / "docs/distributed.md"]
+    for page in [*pages, *EXAMPLES]:
+        text = re.sub(r"`@v\d+`", "", page.read_text())  # what is told of other versions
+        found = {int(next(filter(None, match.groups()))) for match in pins.finditer(text)}
+        assert found <= {CONFIG.general.version}, page.name
+
+
 def test_every_version_has_its_entry_in_the_changelog():
     """What a version adds is written down where it is pinned (huggingface/transformers#47863)."""
     text = (ROOT / "CHANGELOG.md").read_text()
