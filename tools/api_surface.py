@@ -7,7 +7,7 @@ A surface is a plain dictionary, so that gate records (JSON) and releases/ (TOML
     layers      name: parameters of forward, and what the layer declares
     private     name: parameters, of the private functions that other libraries call
     ops         name: schema
-    dtypes      "<group> <device>": the dtypes that a call accepts
+    dtypes      "<group> <device>": the dtypes that a call accepts; "cache" is a key-value cache's
     head-dims   "attention <device>": the head dims that a call accepts, such as "1-512"
 
 The last two are found by calling, on one device. Only devices that both sides of a comparison were
@@ -107,17 +107,27 @@ def sample_calls(module: ModuleType, device: str) -> dict[str, Callable]:
         q = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device=device)
         return module.flash_attn_with_kvcache(q, q, q)
 
+    def cache(dtype, head_dim=16):  # beside a q of another dtype
+        q = torch.zeros(1, 1, 1, head_dim, dtype=torch.bfloat16, device=device)
+        return module.flash_attn_with_kvcache(q, q.to(dtype), q.to(dtype))
+
     def norms(dtype, head_dim=16):
         x = torch.zeros(1, head_dim, dtype=dtype, device=device)
         return module.rms_norm(x, x[0])
 
-    calls = {"attention": attention, "kvcache": kvcache, "norms": norms}
+    calls = {"attention": attention, "kvcache": kvcache, "cache": cache, "norms": norms}
     needs = {
-        "attention": "flash_attn_func",
-        "kvcache": "flash_attn_with_kvcache",
-        "norms": "rms_norm",
+        "attention": ("flash_attn_func", "q"),
+        "kvcache": ("flash_attn_with_kvcache", "k_cache"),
+        "cache": ("flash_attn_with_kvcache", "k_descale"),
+        "norms": ("rms_norm", "x"),
     }
-    return {group: call for group, call in calls.items() if needs[group] in module.__all__}
+    return {
+        group: call
+        for group, call in calls.items()
+        if needs[group][0] in module.__all__
+        and needs[group][1] in inspect.signature(getattr(module, needs[group][0])).parameters
+    }
 
 
 def _accepted_dtypes(module: ModuleType, device: str) -> dict[str, str]:

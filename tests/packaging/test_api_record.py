@@ -55,6 +55,7 @@ def test_what_the_surface_holds(surface, kernel):
     assert surface["layers"]["LlamaRMSNorm"].startswith("forward(self, hidden_states) ")
     assert surface["dtypes"]["attention cpu"] == "bfloat16 float16 float32"
     assert surface["dtypes"]["kvcache cpu"] == "bfloat16 float16 float32"
+    assert surface["dtypes"]["cache cpu"] == "bfloat16 float8_e4m3fn"
     assert surface["head-dims"] == {"attention cpu": "1-512"}
 
 
