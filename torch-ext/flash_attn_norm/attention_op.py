@@ -17,7 +17,7 @@ from .arguments import (
     refuse_forward_mode,
 )
 from .attention_shapes import check_attention_scalars, check_dropout, check_shapes
-from .calls import call
+from .calls import differentiable
 
 _check_values = False
 
@@ -102,23 +102,6 @@ def attention(
         deterministic,
         _check_values,
     )
-
-
-def _forward(*inputs) -> tuple[Tensor, Tensor]:
-    eager = _wants_eager_function(inputs)
-    return _EagerAttention.apply(*inputs) if eager else call(ops.attention_fwd, inputs)
-
-
-def _gradients(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    eager = _wants_eager_function(inputs)
-    return _EagerGradients.apply(*inputs) if eager else call(ops.attention_bwd, inputs)
-
-
-def _wants_eager_function(inputs) -> bool:
-    """Whether autograd records a call that no compiler traces."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    return any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
 
 
 def check_tensors(
@@ -345,33 +328,7 @@ torch.library.register_autograd(
 )
 torch.library.register_autograd(add_op_namespace_prefix("attention_bwd"), _refuse_second_derivative)
 
-
-class _EagerAttention(torch.autograd.Function):
-    """The op with the formula that is registered above, for calls that no compiler traces. Torch's
-    own way to that formula takes 0.1 ms more per call, for it asks the schema for its list of 17
-    arguments 17 times, and does not go through torch.func.grad."""
-
-    generate_vmap_rule = True  # that of the op
-
-    @staticmethod
-    def forward(*inputs):
-        return call(ops.attention_fwd, inputs)
-
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
-
-
-class _EagerGradients(torch.autograd.Function):
-    """The same of the backward op."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs):
-        return call(ops.attention_bwd, inputs)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = staticmethod(_refuse_second_derivative)
+_forward = differentiable(ops.attention_fwd, _setup_context, _backward)
+_gradients = differentiable(
+    ops.attention_bwd, lambda ctx, inputs, output: None, _refuse_second_derivative
+)

@@ -13,7 +13,7 @@ from .arguments import (
     check_tensor,
     refuse_forward_mode,
 )
-from .calls import call
+from .calls import call, differentiable, records_gradient
 from .norms_shapes import check_norm_scalars, check_norm_shapes
 
 # As csrc/norms/params.h numbers them.
@@ -154,31 +154,22 @@ def _norm(
     # Where the sum is x itself, no second copy of it is written.
     has_sum = residual is not None or (residual_in_fp32 and x.dtype != torch.float32)
     # The backward pass reads the sum; one that no gradient needs is not stored.
-    needs_residual_out = has_sum and (prenorm or _needs_gradient(x, residual, weight, bias))
-    out, residual_out, _ = call(
-        ops.norm_fwd,
-        (
-            x,
-            residual,
-            weight,
-            bias,
-            eps,
-            weight_offset,
-            casting_mode,
-            is_layer_norm,
-            residual_in_fp32,
-            needs_residual_out,
-        ),
+    needs_residual_out = has_sum and (prenorm or records_gradient((x, residual, weight, bias)))
+    out, residual_out, _ = _forward(
+        x,
+        residual,
+        weight,
+        bias,
+        eps,
+        weight_offset,
+        casting_mode,
+        is_layer_norm,
+        residual_in_fp32,
+        needs_residual_out,
     )
     if not prenorm:
         return out
     return out, (residual_out if has_sum else x)
-
-
-def _needs_gradient(*tensors: Optional[Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in tensors
-    )
 
 
 def _refuse_dtensor(**tensors: Optional[Tensor]) -> None:
@@ -321,3 +312,5 @@ torch.library.register_autograd(
     add_op_namespace_prefix("norm_fwd"), _backward, setup_context=_setup_context
 )
 torch.library.register_autograd(add_op_namespace_prefix("norm_bwd"), _refuse_second_derivative)
+
+_forward = differentiable(ops.norm_fwd, _setup_context, _backward)
