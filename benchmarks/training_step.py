@@ -1,41 +1,228 @@
-"""Trains a 1B-parameter model on one GPU with our attention and norms and with torch's own, from
-the same weights on the same text, and compares the losses.
+"""Trains a 1B-parameter model on one GPU with our attention and norms and with torch's own.
 
     PYTHONPATH=examples python -m benchmarks.training_step
 
-writes benchmarks/results/training_cuda.json. torch runs twice, which says how far two runs part
-that differ in nothing: its flash backward pass adds up in no fixed order. `--tiny` runs it in
-miniature, on a CPU too, and writes nothing.
+writes benchmarks/results/training_cuda.json, anew after each part:
+
+- speed: tokens per second of whole steps, in eager mode.
+- gradients: how far those of one step in bfloat16 lie from float32's.
+- curves: the losses of 200 steps from the same weights on the same text. torch's runs differ in
+  nothing (again), in the backend of attention (cudnn) or in where a norm rounds (rounding), which
+  says how far runs part by rounding alone.
+
+`--tiny` runs all of it in miniature, on a CPU too, and writes nothing.
 """
 
 import argparse
 import contextlib
 import math
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
+from typing import Optional
 
+import torch
 from kernels import get_kernel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_distributed import (
     REPO_ID,
     Outcome,
     Training,
+    batches,
     be_quiet,
+    build_model,
     choose_device,
+    clip_gradients,
     free_memory,
+    make_optimizer,
+    now,
+    precision,
     train,
 )
 
 from benchmarks.record import write_record
 
-CHECK = Training("1b", steps=200, batch_size=1, seqlen=2048, is_checkpointed=False)
-TINY = Training(steps=8, batch_size=2, seqlen=64, is_in_bf16=False)
-# Name of the run: (kernels, torch's backend).
-RUNS = {
-    "ours": ("ours", None),
-    "torch": ("torch", SDPBackend.FLASH_ATTENTION),
-    "torch_again": ("torch", SDPBackend.FLASH_ATTENTION),
+PARTS = ("speed", "gradients", "curves")
+SPEED = Training("1b", is_checkpointed=False)
+SIZES = ((1, 2048), (1, 8192), (4, 4096))  # (batch_size, seqlen)
+CHECK = Training(
+    "1b-wide",
+    steps=200,
+    batch_size=2,
+    seqlen=1024,
+    learning_rate=1e-4,
+    is_checkpointed=False,
+    is_head_in_float32=True,
+)
+TINY = Training(steps=6, batch_size=2, seqlen=64, is_in_bf16=False)
+WINDOW = 10  # steps to either side
+TRAINED_STEPS = 20  # before gradients are compared: attention is no longer uniform
+
+
+@dataclass(frozen=True)
+class Contender:
+    kernels: str  # as in train_distributed
+    backend: Optional[SDPBackend] = None  # of torch's attention
+    rounds_norms: bool = False  # torch's norms give the dtype of their input, as ours do
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        if self.rounds_norms:
+            round_norms(model)
+
+    def attention(self, device: torch.device) -> contextlib.AbstractContextManager:
+        if device.type == "cuda" and self.backend is not None:
+            return sdpa_kernel(self.backend)
+        return contextlib.nullcontext()
+
+
+CONTENDERS = {
+    "ours": Contender("ours"),
+    "torch": Contender("torch", SDPBackend.FLASH_ATTENTION),
+    "torch_again": Contender("torch", SDPBackend.FLASH_ATTENTION),
+    "torch_cudnn": Contender("torch", SDPBackend.CUDNN_ATTENTION),
+    "torch_rounding": Contender("torch", SDPBackend.CUDNN_ATTENTION, rounds_norms=True),
+    "our_attention": Contender("attention"),
+    "our_norms": Contender("norms", SDPBackend.FLASH_ATTENTION),
 }
-PAIRS = (("ours", "torch"), ("ours", "torch_again"), ("torch_again", "torch"))
+FASTEST = ("ours", "torch", "torch_cudnn")
+CURVES = ("ours", "torch", "torch_again", "torch_cudnn", "torch_rounding")
+
+
+def make(contender: Contender, training: Training, device: torch.device):
+    model = build_model(replace(training, kernels=contender.kernels), device)
+    contender.prepare(model)
+    return model
+
+
+def round_norms(model: torch.nn.Module) -> None:
+    """Under autocast Transformers' norms multiply with float32 weights and give float32 where q and
+    k come in bfloat16; a model in bfloat16, as our norms, gives bfloat16."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.register_forward_hook(lambda _, inputs, out: out.to(inputs[0].dtype))
+
+
+def loss_of(model, tokens: torch.Tensor, training: Training, **lengths) -> torch.Tensor:
+    with precision(training, tokens.device):
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **lengths).loss
+
+
+def lengths_of(tokens: torch.Tensor) -> dict:
+    """What Transformers' collator for packed sequences gives a flash implementation. Without it
+    a batch of one row makes each layer wait for the GPU to look at the positions."""
+    batch_size, seqlen = tokens.shape
+    ends = torch.arange(
+        0, (batch_size + 1) * seqlen, seqlen, dtype=torch.int32, device=tokens.device
+    )
+    names = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    return {**names, "max_length_q": seqlen, "max_length_k": seqlen}
+
+
+def seconds_of_step(model, optimizer, tokens, training, steps: int, **lengths) -> float:
+    """Of one of several steps in a row, with nothing between them; one before to settle."""
+    for step in range(steps + 1):
+        if step == 1:
+            started = now(tokens.device)
+        loss_of(model, tokens, training, **lengths).backward()
+        clip_gradients(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return (now(tokens.device) - started) / steps
+
+
+def measure_speed(training: Training, sizes: tuple, device: torch.device) -> list:
+    """All contenders in turn, twice; the faster time of each counts."""
+    models = {name: make(CONTENDERS[name], training, device) for name in FASTEST}
+    optimizers = {name: make_optimizer(model, 1e-6) for name, model in models.items()}
+    best: dict = {}
+    for _, (batch_size, seqlen) in [(turn, size) for turn in range(2) for size in sizes]:
+        tokens = next(batches(replace(training, batch_size=batch_size, seqlen=seqlen))).to(device)
+        for name in FASTEST:
+            cases = [("", {})]
+            if name == "ours" and batch_size == 1:
+                cases.append((", lengths given", lengths_of(tokens)))
+            for suffix, lengths in cases:
+                with CONTENDERS[name].attention(device):
+                    seconds, extra = measured_step(
+                        models[name], optimizers[name], tokens, training, lengths
+                    )
+                key = (name + suffix, batch_size, seqlen)
+                best[key] = min(best.get(key, (math.inf, 0)), (seconds, extra))
+    return [
+        {
+            "speed_of": name,
+            "batch_size": batch_size,
+            "seqlen": seqlen,
+            "step_ms": round(1e3 * seconds, 2),
+            "tokens_per_s": round(batch_size * seqlen / seconds),
+            "activations_gb": round(extra / 1e9, 2),
+        }
+        for (name, batch_size, seqlen), (seconds, extra) in best.items()
+    ]
+
+
+def measured_step(model, optimizer, tokens, training, lengths: dict) -> tuple:
+    """Seconds of a step, and how far its peak of memory rises over what all models hold."""
+    held = 0
+    if tokens.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    seconds = seconds_of_step(model, optimizer, tokens, training, steps=3, **lengths)
+    peak = torch.cuda.max_memory_allocated() if tokens.device.type == "cuda" else 0
+    return seconds, peak - held
+
+
+def parameter_kind(name: str) -> str:
+    """layers.3.mlp.up_proj.weight -> mlp.up_proj"""
+    return ".".join(part for part in name.split(".")[1:-1] if not part.isdigit()).removeprefix(
+        "layers."
+    )
+
+
+def gradients_by_name(model, tokens: torch.Tensor, training: Training) -> dict:
+    loss_of(model, tokens, training).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return gradients
+
+
+def squared_errors(gradients: dict, exact: dict) -> dict:
+    """By kind of parameter: mean over the layers of the squared relative error."""
+    errors: dict = {}
+    for name, gradient in gradients.items():
+        error = (gradient - exact[name]).norm() / exact[name].norm()
+        errors.setdefault(parameter_kind(name), []).append(error.item() ** 2)
+    return {kind: sum(values) / len(values) for kind, values in errors.items()}
+
+
+def compare_gradients(training: Training, device: torch.device) -> list:
+    """Each contender's error against float32 with eager attention, same weights, same batch."""
+    tokens = next(batches(training)).to(device)
+    start = make(CONTENDERS["ours"], training, device)
+    optimizer = make_optimizer(start, training.learning_rate)
+    for piece in batches(replace(training, steps=min(TRAINED_STEPS, training.steps))):
+        loss_of(start, piece.to(device), training).backward()
+        clip_gradients(optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = start.state_dict()
+    del optimizer, start
+    in_float32 = replace(training, is_in_bf16=False)
+    exact_model = make(Contender("torch"), in_float32, device)
+    exact_model.set_attn_implementation("eager")
+    exact_model.load_state_dict(weights)
+    exact = gradients_by_name(exact_model, tokens, in_float32)
+    del exact_model
+    figures = []
+    for name in ("ours", "torch", "torch_cudnn", "torch_rounding", "our_attention", "our_norms"):
+        model = make(CONTENDERS[name], training, device)
+        model.load_state_dict(weights)
+        with CONTENDERS[name].attention(device):
+            errors = squared_errors(gradients_by_name(model, tokens, training), exact)
+        total = math.sqrt(sum(errors.values()) / len(errors))
+        by_kind = {kind: float(f"{math.sqrt(error):.4g}") for kind, error in errors.items()}
+        figures.append({"gradient_error_of": name, "all": float(f"{total:.4g}"), **by_kind})
+        del model
+    return figures
 
 
 def run_figure(name: str, training: Training, outcome: Outcome, gpus: int) -> dict:
@@ -65,6 +252,22 @@ def difference_figure(a: str, b: str, losses: dict) -> dict:
     }
 
 
+def envelope_figure(name: str, losses: dict) -> dict:
+    """Whether a run lies where torch's runs do: at each step, its distance from the closest of them
+    beside the largest distance between two of them within a few steps."""
+    curves = [curve for key, curve in losses.items() if key.startswith("torch")]
+    widths = [max(values) - min(values) for values in zip(*curves)]
+    ratios = []
+    for step, loss in enumerate(losses[name]):
+        allowed = max(widths[max(0, step - WINDOW) : step + WINDOW + 1])
+        ratios.append(min(abs(loss - curve[step]) for curve in curves) / max(allowed, 1e-7))
+    return {
+        "within_torch": name,
+        "share_of_steps": round(sum(ratio <= 1 for ratio in ratios) / len(ratios), 4),
+        "largest_over_allowed": round(max(ratios), 3),
+    }
+
+
 def curve_figures(losses: dict) -> list:
     return [
         {"losses_of": name, "losses": [round(x, 7) for x in curve]}
@@ -72,32 +275,62 @@ def curve_figures(losses: dict) -> list:
     ]
 
 
+def compare_curves(losses: dict) -> list:
+    """Each run against the first of torch, and ours against all of torch."""
+    figures = [
+        difference_figure(name, "torch", losses)
+        for name in losses
+        if name != "torch" and "torch" in losses
+    ]
+    if sum(name.startswith("torch") for name in losses) > 1:
+        mine = [name for name in losses if not name.startswith("torch")]
+        figures += [envelope_figure(name, losses) for name in mine]
+    return figures
+
+
+def train_contender(name: str, training: Training, device: torch.device) -> tuple:
+    contender = CONTENDERS[name]
+    run = replace(training, kernels=contender.kernels)
+    with contender.attention(device):
+        outcome = train(run, device, prepare=contender.prepare)
+    free_memory()
+    return run_figure(name, run, outcome, gpus=1), outcome.losses
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--curves", nargs="+", choices=CONTENDERS, default=CURVES)
+    parser.add_argument("--steps", type=int, default=CHECK.steps)
     arguments = parser.parse_args()
     be_quiet()
     device = choose_device()
-    training = TINY if arguments.tiny else CHECK
-    if arguments.steps:
-        training = replace(training, steps=arguments.steps)
+    started = time.perf_counter()
+    check = TINY if arguments.tiny else replace(CHECK, steps=arguments.steps)
     kernel = get_kernel(REPO_ID, revision="v2", trust_remote_code=True)
     figures, losses = [], {}
-    for name, (kernels, backend) in RUNS.items():
-        on_gpu = device.type == "cuda" and backend is not None
-        run = replace(training, kernels=kernels)
-        with sdpa_kernel(backend) if on_gpu else contextlib.nullcontext():
-            outcome = train(run, device)
-        losses[name] = outcome.losses
-        figures.append(run_figure(name, run, outcome, gpus=1))
-        print(figures[-1], flush=True)
-        free_memory()
-        compared = [difference_figure(*pair, losses) for pair in PAIRS if {*pair} <= {*losses}]
-        if not arguments.tiny:  # after each run, so that a later one may fail
-            record = [*figures, *compared, *curve_figures(losses)]
+
+    def report(*new: dict) -> None:
+        figures.extend(new)
+        for figure in new:
+            print(f"{time.perf_counter() - started:5.1f} s", figure, flush=True)
+        if not arguments.tiny:  # after each part, so that a later one may fail
+            record = [*figures, *compare_curves(losses), *curve_figures(losses)]
             write_record("training_cuda", kernel, device, record)
-    for figure in compared:
+
+    if "speed" in arguments.parts:
+        sizes = ((1, 64), (2, 32)) if arguments.tiny else SIZES
+        report(*measure_speed(TINY if arguments.tiny else SPEED, sizes, device))
+        free_memory()
+    if "gradients" in arguments.parts:
+        report(*compare_gradients(check, device))
+        free_memory()
+    if "curves" in arguments.parts:
+        for name in arguments.curves:
+            figure, losses[name] = train_contender(name, check, device)
+            report(figure)
+    for figure in compare_curves(losses):
         print(figure, flush=True)
 
 

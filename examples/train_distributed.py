@@ -55,9 +55,11 @@ ATTENTION = f"{REPO_ID}@v3"
 # A revision or a version is mandatory, and so is trust for a publisher outside the Hub's list.
 WHICH = {"revision": "v3", "trust_remote_code": True}
 SETTLE_STEPS = 5  # allocator and libraries warm up; not counted in tokens per second
+LARGEST_NORM = 1.0  # of the gradients of a step; longer ones are scaled down to it
 
-# Qwen3's shape: 16 query heads on 8 key/value heads of 128, RMSNorm on hidden states, q and k.
-# 1.07e9 parameters, of which 67e6 are the embedding; the text has 256 different tokens.
+# Qwen3's shape: query heads on fewer key/value heads of 128, RMSNorm on hidden states, q and k.
+# 1b: 1.07e9 parameters, of which 67e6 are the embedding; the text has 256 different tokens.
+# 1b-wide: 0.99e9 in fewer layers, which takes the host half as long, and no more tokens than these.
 MODELS = {
     "tiny": {"num_attention_heads": 8, "num_key_value_heads": 2},
     "1b": {
@@ -68,7 +70,18 @@ MODELS = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "1b-wide": {
+        "vocab_size": 256,
+        "hidden_size": 3072,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
 }
+# Whose kernels run: both of ours, none of ours (torch's scaled_dot_product_attention, Transformers'
+# RMSNorm), or one of ours.
+KERNELS = ("ours", "torch", "attention", "norms")
 SHARDINGS = ("one", "ddp", "fsdp2", "tp")
 
 
@@ -78,13 +91,14 @@ class Training:
 
     model: str = "tiny"
     sharding: str = "one"
-    kernels: str = "ours"  # or "torch": its scaled_dot_product_attention, Transformers' RMSNorm
+    kernels: str = "ours"
     steps: int = 50
     batch_size: int = 2  # of all processes together
     seqlen: int = 128
     learning_rate: float = 3e-4
     is_checkpointed: bool = True
     is_in_bf16: bool = True  # products in bfloat16; weights and sums of gradients stay float32
+    is_head_in_float32: bool = False  # logits that autocast does not round
 
 
 @dataclass(frozen=True)
@@ -102,10 +116,12 @@ def build_model(training: Training, device: torch.device) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=torch.float32,
-            attn_implementation=ATTENTION if training.kernels == "ours" else "sdpa",
+            attn_implementation=ATTENTION if training.kernels in ("ours", "attention") else "sdpa",
         ).train()
-    if training.kernels == "ours":
+    if training.kernels in ("ours", "norms"):
         use_our_norms(model, device)
+    if training.is_head_in_float32:
+        use_float32_head(model, device)
     if training.is_checkpointed:
         model.gradient_checkpointing_enable()
     return model
@@ -123,6 +139,17 @@ def use_our_norms(model: PreTrainedModel, device: torch.device) -> None:
     layer = LayerRepository(REPO_ID, layer_name="LlamaRMSNorm", **WHICH)
     with use_kernel_mapping({"RMSNorm": {"cpu": layer}}, inherit_mapping=False):
         kernelize(model, mode=Mode.TRAINING, device="cpu")
+
+
+def use_float32_head(model: PreTrainedModel, device: torch.device) -> None:
+    """Logits of a few bits make the loss of a step coarse. Cheap where the vocabulary is small."""
+    head = model.lm_head
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        with torch.autocast(device.type, enabled=False):
+            return torch.nn.functional.linear(hidden_states.float(), head.weight.float())
+
+    head.forward = forward
 
 
 def shard_fsdp2(model: PreTrainedModel, training: Training, device: torch.device):
@@ -200,17 +227,33 @@ def make_optimizer(model: torch.nn.Module, learning_rate: float) -> torch.optim.
     )
 
 
+def clip_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Scales the gradients down to LARGEST_NORM if all of them together are longer. Each group of
+    the optimizer has a norm of its own, for divided and undivided weights do not add."""
+    norms = []
+    for group in optimizer.param_groups:
+        norm = torch.nn.utils.get_total_norm([weight.grad for weight in group["params"]])
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for group in optimizer.param_groups:
+        torch.nn.utils.clip_grads_with_norm_(group["params"], LARGEST_NORM, total)
+
+
 def train(
     training: Training,
     device: torch.device,
     watch: Callable[[int, torch.nn.Module], None] = lambda step, model: None,
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> Outcome:
-    """Runs it; ``watch(step, model)`` is called between the backward pass and the update."""
+    """Runs it; ``watch(step, model)`` is called between the backward pass and the update,
+    ``prepare(model)`` before the model is sharded."""
     divides_batch = training.sharding in ("ddp", "fsdp2")
     count, rank = (dist.get_world_size(), dist.get_rank()) if divides_batch else (1, 0)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    model = shard(build_model(training, device), training, device)
+    model = build_model(training, device)
+    prepare(model)
+    model = shard(model, training, device)
     optimizer = make_optimizer(model, training.learning_rate)
     warmup = max(1, training.steps // 5)
     losses = []
@@ -225,6 +268,7 @@ def train(
             loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         watch(step, model)
+        clip_gradients(optimizer)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
@@ -254,7 +298,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--sharding", choices=SHARDINGS, default="one")
-    parser.add_argument("--kernels", choices=["ours", "torch"], default="ours")
+    parser.add_argument("--kernels", choices=KERNELS, default="ours")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=2, help="of all processes together")
     parser.add_argument("--seqlen", type=int, default=128, help="bytes per sequence")
