@@ -96,9 +96,9 @@ def one_batch(model, prompts: torch.Tensor, cache: str, options) -> tuple[float,
     return rate, answers[:, tokens.shape[1] :].tolist()
 
 
-def continuous(model, requests: list, options) -> tuple[float, list]:
-    """Tokens per second of `generate_batch` from the first token on, in a second call, for which
-    all graphs are there; and each request's new tokens."""
+def continuous(model, requests: list, is_captured: bool, options) -> tuple[float, list]:
+    """Tokens per second of `generate_batch` from the first token on, with graphs in a second call,
+    for which all of them are there; and each request's new tokens."""
     config = GenerationConfig(
         max_new_tokens=options.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -110,13 +110,14 @@ def continuous(model, requests: list, options) -> tuple[float, list]:
         allow_block_sharing=False,  # else the second call would find the prompts of the first
         auto_switch_to_flash=False,
     )
-    for turn in range(2):
+    turns = 2 if is_captured else 1
+    for turn in range(turns):
         outputs = model.generate_batch(
             inputs=requests,
             generation_config=config,
             continuous_batching_config=sizes,
             record_timestamps=True,
-            persistent_manager=turn == 0,
+            persistent_manager=turn + 1 < turns,
         )
     times = [moment for output in outputs.values() for moment in output.timestamps]
     answers = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
@@ -165,7 +166,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--longest-prompt", type=int, default=1024)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--page-size", type=int, default=64)
     parser.add_argument("--out", help="name of a record in benchmarks/results/")
@@ -183,8 +184,10 @@ def main() -> None:
     for name, implementation in IMPLEMENTATIONS.items():
         model = make_model(options, implementation, torch.bfloat16)
         for way in prompts:
+            if way == "continuous" and name == "eager":
+                continue
             if way == "continuous":
-                rate, answers[way, name] = continuous(model, requests, options)
+                rate, answers[way, name] = continuous(model, requests, name == "ours", options)
             else:
                 rate, answers[way, name] = one_batch(model, batch, way, options)
             figures.append({"way": way, "attention": name, "tokens_per_s": round(rate)})
@@ -195,13 +198,14 @@ def main() -> None:
     )
     for figure in figures:
         way, name = figure["way"], figure["attention"]
-        mine, eager = answers[way, name], answers[way, "eager"]
+        mine = answers[way, name]
         gap, share = check_choices(exact_model, prompts[way], mine)
         figure["largest_of_float32"] = round(share, 4)
         figure["behind_largest"] = round(gap, 4)
         figure["allowed"] = round(allowed, 4)
-        same = sum(one == other for one, other in zip(mine, eager)) / len(mine)
-        figure["answers_as_eager"] = round(same, 4)
+        if (way, "eager") in answers:
+            pairs = zip(mine, answers[way, "eager"])
+            figure["answers_as_eager"] = sum(one == other for one, other in pairs) / len(mine)
         print(f"{time.perf_counter() - started:5.1f} s", figure, flush=True)
     if options.out:
         print(write_record(options.out, kernel, torch.device(options.device), figures))

@@ -18,6 +18,7 @@ import contextlib
 import math
 import time
 from dataclasses import dataclass, replace
+from statistics import fmean as mean
 from typing import Optional
 
 import torch
@@ -49,13 +50,14 @@ CHECK = Training(
     steps=200,
     batch_size=2,
     seqlen=1024,
-    learning_rate=1e-4,
+    learning_rate=2e-5,
     is_checkpointed=False,
     is_head_in_float32=True,
 )
 TINY = Training(steps=6, batch_size=2, seqlen=64, is_in_bf16=False)
 WINDOW = 10  # steps to either side
-TRAINED_STEPS = 20  # before gradients are compared: attention is no longer uniform
+TRAINED_STEPS = 40  # before gradients are compared: attention is no longer uniform
+COMPARED_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ CONTENDERS = {
     "our_attention": Contender("attention"),
     "our_norms": Contender("norms", SDPBackend.FLASH_ATTENTION),
 }
+COMPARED = ("ours", "torch", "torch_cudnn", "torch_rounding", "our_attention", "our_norms")
 FASTEST = ("ours", "torch", "torch_cudnn")
 CURVES = ("ours", "torch", "torch_again", "torch_cudnn", "torch_rounding")
 
@@ -130,11 +133,11 @@ def seconds_of_step(model, optimizer, tokens, training, steps: int, **lengths) -
 
 
 def measure_speed(training: Training, sizes: tuple, device: torch.device) -> list:
-    """All contenders in turn, twice; the faster time of each counts."""
+    """All contenders in turn at each size."""
     models = {name: make(CONTENDERS[name], training, device) for name in FASTEST}
     optimizers = {name: make_optimizer(model, 1e-6) for name, model in models.items()}
-    best: dict = {}
-    for _, (batch_size, seqlen) in [(turn, size) for turn in range(2) for size in sizes]:
+    figures = []
+    for batch_size, seqlen in sizes:
         tokens = next(batches(replace(training, batch_size=batch_size, seqlen=seqlen))).to(device)
         for name in FASTEST:
             cases = [("", {})]
@@ -145,19 +148,17 @@ def measure_speed(training: Training, sizes: tuple, device: torch.device) -> lis
                     seconds, extra = measured_step(
                         models[name], optimizers[name], tokens, training, lengths
                     )
-                key = (name + suffix, batch_size, seqlen)
-                best[key] = min(best.get(key, (math.inf, 0)), (seconds, extra))
-    return [
-        {
-            "speed_of": name,
-            "batch_size": batch_size,
-            "seqlen": seqlen,
-            "step_ms": round(1e3 * seconds, 2),
-            "tokens_per_s": round(batch_size * seqlen / seconds),
-            "activations_gb": round(extra / 1e9, 2),
-        }
-        for (name, batch_size, seqlen), (seconds, extra) in best.items()
-    ]
+                figures.append(
+                    {
+                        "speed_of": name + suffix,
+                        "batch_size": batch_size,
+                        "seqlen": seqlen,
+                        "step_ms": round(1e3 * seconds, 2),
+                        "tokens_per_s": round(batch_size * seqlen / seconds),
+                        "activations_gb": round(extra / 1e9, 2),
+                    }
+                )
+    return figures
 
 
 def measured_step(model, optimizer, tokens, training, lengths: dict) -> tuple:
@@ -166,7 +167,7 @@ def measured_step(model, optimizer, tokens, training, lengths: dict) -> tuple:
     if tokens.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
-    seconds = seconds_of_step(model, optimizer, tokens, training, steps=3, **lengths)
+    seconds = seconds_of_step(model, optimizer, tokens, training, steps=4, **lengths)
     peak = torch.cuda.max_memory_allocated() if tokens.device.type == "cuda" else 0
     return seconds, peak - held
 
@@ -191,37 +192,43 @@ def squared_errors(gradients: dict, exact: dict) -> dict:
     for name, gradient in gradients.items():
         error = (gradient - exact[name]).norm() / exact[name].norm()
         errors.setdefault(parameter_kind(name), []).append(error.item() ** 2)
-    return {kind: sum(values) / len(values) for kind, values in errors.items()}
+    return {kind: mean(values) for kind, values in errors.items()}
 
 
-def compare_gradients(training: Training, device: torch.device) -> list:
-    """Each contender's error against float32 with eager attention, same weights, same batch."""
-    tokens = next(batches(training)).to(device)
-    start = make(CONTENDERS["ours"], training, device)
-    optimizer = make_optimizer(start, training.learning_rate)
-    for piece in batches(replace(training, steps=min(TRAINED_STEPS, training.steps))):
-        loss_of(start, piece.to(device), training).backward()
+def briefly_trained(training: Training, device: torch.device) -> dict:
+    """The weights after a few steps."""
+    model = make(CONTENDERS["ours"], training, device)
+    optimizer = make_optimizer(model, training.learning_rate)
+    for tokens in batches(replace(training, steps=min(TRAINED_STEPS, training.steps))):
+        loss_of(model, tokens.to(device), training).backward()
         clip_gradients(optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    weights = start.state_dict()
-    del optimizer, start
+    return model.state_dict()
+
+
+def compare_gradients(training: Training, device: torch.device) -> list:
+    """Each contender's error against float32 with eager attention: same weights, same batches."""
+    weights = briefly_trained(training, device)
     in_float32 = replace(training, is_in_bf16=False)
-    exact_model = make(Contender("torch"), in_float32, device)
+    exact_model = make(CONTENDERS["torch"], in_float32, device)
     exact_model.set_attn_implementation("eager")
     exact_model.load_state_dict(weights)
-    exact = gradients_by_name(exact_model, tokens, in_float32)
-    del exact_model
+    models = {name: make(CONTENDERS[name], training, device) for name in COMPARED}
+    squares: dict = {name: [] for name in models}
+    for tokens in batches(replace(training, steps=COMPARED_BATCHES)):
+        exact = gradients_by_name(exact_model, tokens.to(device), in_float32)
+        for name, model in models.items():
+            model.load_state_dict(weights)
+            with CONTENDERS[name].attention(device):
+                gradients = gradients_by_name(model, tokens.to(device), training)
+            squares[name].append(squared_errors(gradients, exact))
     figures = []
-    for name in ("ours", "torch", "torch_cudnn", "torch_rounding", "our_attention", "our_norms"):
-        model = make(CONTENDERS[name], training, device)
-        model.load_state_dict(weights)
-        with CONTENDERS[name].attention(device):
-            errors = squared_errors(gradients_by_name(model, tokens, training), exact)
-        total = math.sqrt(sum(errors.values()) / len(errors))
-        by_kind = {kind: float(f"{math.sqrt(error):.4g}") for kind, error in errors.items()}
-        figures.append({"gradient_error_of": name, "all": float(f"{total:.4g}"), **by_kind})
-        del model
+    for name, errors in squares.items():
+        by_kind = {kind: mean([error[kind] for error in errors]) for kind in errors[0]}
+        roots = {"all": mean(by_kind.values()), **by_kind}
+        rounded = {kind: float(f"{math.sqrt(square):.4g}") for kind, square in roots.items()}
+        figures.append({"gradient_error_of": name, **rounded})
     return figures
 
 

@@ -86,6 +86,19 @@ def test_vmap(norm):
     torch.testing.assert_close(torch.func.vmap(norm)(x), norm(x))
 
 
+def test_function_transforms(norm):
+    batch, weight = torch.randn(3, 2, 8), torch.randn(8)
+
+    def loss(x):
+        return norm(x, weight).pow(3).sum()
+
+    expected = torch.stack([torch.autograd.grad(loss(x.requires_grad_()), x)[0] for x in batch])
+    torch.testing.assert_close(torch.func.grad(loss)(batch[0].detach()), expected[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(batch.detach()), expected)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(batch[0].detach())
+
+
 def test_tensors_with_a_negative_bit(norm):
     x = torch.randn(3, 8, dtype=torch.complex64).conj().imag
     assert x.is_neg()
@@ -143,3 +156,17 @@ def test_calls_from_several_threads(norm):
     for thread in threads:
         thread.join()
     assert results == [True] * 20
+
+
+@pytest.mark.gpu
+def test_no_call_waits_for_the_device(norm):
+    x = torch.randn(5, 64, device="cuda", requires_grad=True)
+    weight = torch.randn(64, device="cuda", requires_grad=True)
+    residual, dout = torch.randn(2, 5, 64, device="cuda").unbind()
+    torch.autograd.grad(norm(x, weight, residual=residual), (x, weight), dout)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(norm(x, weight, residual=residual), (x, weight), dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

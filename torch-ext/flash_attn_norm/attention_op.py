@@ -17,7 +17,7 @@ from .arguments import (
     refuse_forward_mode,
 )
 from .attention_shapes import check_attention_scalars, check_dropout, check_shapes
-from .calls import differentiable
+from .calls import differentiable, save_nothing
 
 _check_values = False
 
@@ -329,6 +329,4 @@ torch.library.register_autograd(
 torch.library.register_autograd(add_op_namespace_prefix("attention_bwd"), _refuse_second_derivative)
 
 _forward = differentiable(ops.attention_fwd, _setup_context, _backward)
-_gradients = differentiable(
-    ops.attention_bwd, lambda ctx, inputs, output: None, _refuse_second_derivative
-)
+_gradients = differentiable(ops.attention_bwd, save_nothing, _refuse_second_derivative)

@@ -77,6 +77,10 @@ def differentiable(op: Callable, setup_context: Callable, gradients: Callable) -
     return run
 
 
+def save_nothing(ctx, inputs, output) -> None:
+    """The ``setup_context`` of a formula that looks at nothing."""
+
+
 def records_gradient(inputs: Iterable) -> bool:
     """Whether autograd records a call of these inputs, not all of which need be tensors."""
     return torch.is_grad_enabled() and any(

@@ -13,7 +13,7 @@ from .arguments import (
     check_tensor,
     refuse_forward_mode,
 )
-from .calls import call, differentiable, records_gradient
+from .calls import differentiable, records_gradient, save_nothing
 from .norms_shapes import check_norm_scalars, check_norm_shapes
 
 # As csrc/norms/params.h numbers them.
@@ -272,22 +272,19 @@ def _backward(ctx, dout, dresidual_out, _dstats):
     total, weight, bias, stats = ctx.saved_tensors
     # The residual's gradient is x's, but for the dtype that it is rounded to.
     needs_own_dresidual = needs_dresidual and ctx.residual_dtype != ctx.x_dtype
-    dx, dresidual, dweight, dbias = call(
-        ops.norm_bwd,
-        (
-            dout,
-            dresidual_out,
-            total,
-            weight,
-            bias,
-            stats,
-            ctx.weight_offset,
-            ctx.casting_mode,
-            ctx.is_layer_norm,
-            needs_own_dresidual,
-            needs_dweight,
-            needs_dbias,
-        ),
+    dx, dresidual, dweight, dbias = _gradients(
+        dout,
+        dresidual_out,
+        total,
+        weight,
+        bias,
+        stats,
+        ctx.weight_offset,
+        ctx.casting_mode,
+        ctx.is_layer_norm,
+        needs_own_dresidual,
+        needs_dweight,
+        needs_dbias,
     )
     if needs_dresidual and not needs_own_dresidual:
         dresidual = dx
@@ -314,3 +311,4 @@ torch.library.register_autograd(
 torch.library.register_autograd(add_op_namespace_prefix("norm_bwd"), _refuse_second_derivative)
 
 _forward = differentiable(ops.norm_fwd, _setup_context, _backward)
+_gradients = differentiable(ops.norm_bwd, save_nothing, _refuse_second_derivative)
