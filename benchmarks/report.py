@@ -3,7 +3,8 @@
     python -m benchmarks.report
 
 writes docs/plots/attention_cuda.png, norms_cuda.png and training_cuda.png and prints the two tables
-of attention in docs/performance.md and the three of norms on a GPU in docs/norms.md.
+of attention in docs/performance.md, the three of norms on a GPU in docs/norms.md and those of whole
+models in docs/performance.md.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from benchmarks import report_models
 from benchmarks.fa3_yardstick import LEAST_SEQLEN_THROUGH_CUDNN, over_fa3_through_cudnn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,29 +283,6 @@ def plot_norms(record: dict, folder: Path) -> None:
     plt.close(figure)
 
 
-def plot_training(record: dict, folder: Path) -> None:
-    """The losses of the runs, and how far they lie from the first run with torch's kernels."""
-    losses = {f["losses_of"]: f["losses"] for f in record["figures"] if "losses_of" in f}
-    steps = range(1, len(losses["torch"]) + 1)
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
-    for name, color in (("ours", "C0"), ("torch", "C1"), ("torch_again", "C7")):
-        label = name.replace("_", " ")
-        axes[0].plot(steps, losses[name], color=color, linewidth=1, label=label)
-        if name != "torch":
-            distances = [x - y for x, y in zip(losses[name], losses["torch"])]
-            axes[1].plot(steps, distances, color=color, linewidth=1, label=f"{label} - torch")
-    figure.suptitle(f"Training, {record['device']}, 1B parameters, bf16 products")
-    axes[0].set_title("loss", fontsize=10)
-    axes[1].set_title("difference of the losses", fontsize=10)
-    for axis in axes:
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "training_cuda.png", dpi=110)
-    plt.close(figure)
-
-
 def tables() -> list:
     """The tables of the documents, as they stand there."""
     attention, norms = read_figures("attention_cuda"), read_figures("norms_cuda")
@@ -313,6 +292,7 @@ def tables() -> list:
         norm_shares_table(norms),
         norm_peers_table(norms),
         few_rows_table(norms),
+        *report_models.tables(),
     ]
 
 
@@ -333,7 +313,7 @@ def main() -> None:
         arguments.plots.mkdir(parents=True, exist_ok=True)
         plot_attention(read_record("attention_cuda"), arguments.plots)
         plot_norms(read_record("norms_cuda"), arguments.plots)
-        plot_training(read_record("training_cuda"), arguments.plots)
+        report_models.plot_training(read_record("training_cuda"), arguments.plots)
     print(*tables(), sep="\n\n")
 
 

@@ -1,0 +1,124 @@
+"""Tables and the plot of whole models, training and generation, from their records on a GPU."""
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+RESULTS = Path(__file__).resolve().parent / "results"
+# How the documents name what the records call otherwise.
+CONTENDERS = {
+    "ours": "ours",
+    "ours, lengths given": "ours, lengths given",
+    "torch": "torch, flash",
+    "torch_again": "torch, flash, again",
+    "torch_cudnn": "torch, cuDNN",
+    "torch_rounding": "torch, cuDNN, norms rounding as ours",
+    "our_attention": "our attention, torch's norms",
+    "our_norms": "our norms, torch's flash attention",
+}
+ATTENTION = {"ours": "ours", "sdpa": "torch's SDPA", "eager": "eager"}
+WAYS = {
+    "dynamic": "generate, dynamic cache",
+    "static": "generate, static cache",
+    "continuous": "generate_batch",
+}
+
+
+def read_figures(name: str) -> list:
+    """Those of a record; none where it is not there."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["figures"] if path.exists() else []
+
+
+def markdown_table(header: list, rows: list) -> str:
+    lines = ["| " + " | ".join(line).replace("|  |", "| |") + " |" for line in (header, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+
+
+def speed_table(figures: list) -> str:
+    """Tokens per second of training steps; memory in brackets."""
+    cells = {(f["speed_of"], f["batch_size"], f["seqlen"]): f for f in figures}
+    sizes = list(dict.fromkeys(key[1:] for key in cells))
+    rows = []
+    for name in dict.fromkeys(key[0] for key in cells):
+        found = [cells.get((name, *size)) for size in sizes]
+        texts = [f"{f['tokens_per_s']} ({f['activations_gb']:.1f} GB)" if f else "" for f in found]
+        rows.append([CONTENDERS[name], *texts])
+    return markdown_table(["tokens/s", *(f"{b} x {s}" for b, s in sizes)], rows)
+
+
+def gradients_table(figures: list) -> str:
+    """Relative errors in 1e-3, parameters of one kind together."""
+    kinds = [kind for kind in figures[0] if kind != "gradient_error_of"]
+    rows = [
+        [kind.removeprefix("self_attn.").removeprefix("mlp.")]
+        + [f"{1e3 * figure[kind]:.2f}" for figure in figures]
+        for kind in kinds
+    ]
+    names = [CONTENDERS[figure["gradient_error_of"]] for figure in figures]
+    return markdown_table(["gradient of", *names], rows)
+
+
+def curves_table(figures: list) -> str:
+    """Of each run: how far its losses lie from those of the first run with torch's kernels."""
+    runs = {f["run"]: f for f in figures if "run" in f}
+    differences = {f["difference"]: f for f in figures if "difference" in f}
+    rows = []
+    for name, run in runs.items():
+        texts = [CONTENDERS[name], f"{run['first_loss']:.4f}", f"{run['last_loss']:.4f}"]
+        apart = differences.get(f"{name} - torch")
+        keys = ("at_step_1", "mean", "root_mean_square", "largest")
+        rows.append(texts + [f"{apart[key]:.5f}" if apart else "" for key in keys])
+    header = ["run", "loss of step 1", "of the last ten", "less torch's: step 1", "mean"]
+    return markdown_table([*header, "root mean square", "largest"], rows)
+
+
+def generation_table(figures: list) -> str:
+    rows = [
+        [
+            WAYS[f["way"]],
+            ATTENTION[f["attention"]],
+            str(f["tokens_per_s"]),
+            f"{f['largest_of_float32']:.3f}",
+            f"{f['behind_largest']:.3f}",
+        ]
+        for f in figures
+    ]
+    header = ["way", "attention", "tokens/s", "share of float32's tokens", "largest gap"]
+    return markdown_table(header, rows)
+
+
+def tables() -> list:
+    """Those of the records that are there."""
+    training, generation = read_figures("training_cuda"), read_figures("generation_cuda")
+    found = []
+    for key, table in (("speed_of", speed_table), ("gradient_error_of", gradients_table)):
+        figures = [figure for figure in training if key in figure]
+        found += [table(figures)] if figures else []
+    found += [curves_table(training)] if any("run" in figure for figure in training) else []
+    return found + ([generation_table(generation)] if generation else [])
+
+
+def plot_training(record: dict, folder: Path) -> None:
+    """The losses of the runs, and how far they lie from the first run with torch's kernels."""
+    losses = {f["losses_of"]: f["losses"] for f in record["figures"] if "losses_of" in f}
+    steps = range(1, len(losses["torch"]) + 1)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
+    colors = {"ours": "C0", "torch": "C1", "torch_again": "C7", "torch_cudnn": "C8"}
+    for name, curve in sorted(losses.items(), reverse=True):  # ours last, on top of the others
+        style = {"color": colors.get(name, "C5"), "linewidth": 1, "label": CONTENDERS[name]}
+        axes[0].plot(steps, curve, **style)
+        if name != "torch":
+            distances = [x - y for x, y in zip(curve, losses["torch"])]
+            axes[1].plot(steps, distances, **style)
+    figure.suptitle(f"Training, {record['device']}, 1B parameters, bf16 products")
+    axes[0].set_title("loss", fontsize=10)
+    axes[1].set_title("difference from torch, flash", fontsize=10)
+    for axis in axes:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "training_cuda.png", dpi=110)
+    plt.close(figure)
