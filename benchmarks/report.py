@@ -259,7 +259,7 @@ def plot_norms(record: dict, folder: Path) -> None:
     figure, axes = plt.subplots(2, len(NORMS), figsize=(13, 7), sharex=True, sharey=True)
     hollow = {"ls": "", "fillstyle": "none", "zorder": 3}  # seen on top of our points, too
     styles = {
-        "flash_attn_norm": {"label": "flash_attn_norm", "color": "C0", "marker": "."},
+        "flash_attn_norm": {"label": "flash_attn_norm", "color": "C0", "marker": "o", "ls": ""},
         "torch_compile": {"label": "torch.compile", "color": "#808080", "marker": "s", **hollow},
         "liger": {"label": "Liger", "color": "#e8801a", "marker": "^", **hollow},
     }
