@@ -315,7 +315,7 @@ def main() -> None:
     device = choose_device()
     started = time.perf_counter()
     check = TINY if arguments.tiny else replace(CHECK, steps=arguments.steps)
-    kernel = get_kernel(REPO_ID, revision="v2", trust_remote_code=True)
+    kernel = get_kernel(REPO_ID, revision="v3", trust_remote_code=True)
     figures, losses = [], {}
 
     def report(*new: dict) -> None:

@@ -100,7 +100,7 @@ def main() -> None:
     be_quiet()
     device = choose_device()
     start_processes(device)
-    kernel = get_kernel(REPO_ID, revision="v2", trust_remote_code=True)
+    kernel = get_kernel(REPO_ID, revision="v3", trust_remote_code=True)
     writes = not arguments.tiny and int(os.environ["RANK"]) == 0
     report = Report(kernel, device, writes)
     if "ring" in arguments.parts:
