@@ -1,6 +1,8 @@
 """Transformers on a GPU: attention and KernelConfig's norms in bfloat16, against eager."""
 
 import functools
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from integration.models import (
     run,
     run_one_by_one,
 )
+from kernels import LayerRepository, Mode, kernelize, use_kernel_mapping
 from transformers import (
     AutoModelForCausalLM,
     ContinuousBatchingConfig,
@@ -95,6 +98,35 @@ def test_autocast(kernel):
             outcomes.append(run(make_model("qwen3", implementation).cuda(), input_ids=tokens))
     exact = make_model("qwen3", "eager", torch.float64).cuda()
     assert_no_worse(*outcomes, run(exact, input_ids=tokens))
+
+
+def test_a_training_step_waits_for_nothing_of_ours(kernel):
+    """Torch warns where Python was when the host waited; Transformers does, to look at a mask."""
+    model = make_model("qwen3", ATTENTION).cuda().train()
+    layer = LayerRepository(
+        "org/flash-attn-norm", layer_name="LlamaRMSNorm", revision="v1", trust_remote_code=True
+    )
+    with use_kernel_mapping({"RMSNorm": {"cuda": layer}}, inherit_mapping=False):
+        kernelize(model, mode=Mode.TRAINING, device="cuda")
+    tokens = random_tokens(2, SEQLEN).cuda()
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+
+    step()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+            tokens[0, 0].item()  # noticed, too: the mode works
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    message = "called a synchronizing CUDA operation"
+    waits = {Path(one.filename) for one in found if message in str(one.message)}
+    assert {path for path in waits if "transformers" not in path.parts} == {Path(__file__)}
 
 
 def test_generate(family):
