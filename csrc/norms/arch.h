@@ -17,4 +17,12 @@ struct Sm90 {
     static constexpr bool kHasGridDependency = true;
 };
 
+/// Arch without clusters: a CTA that has whole rows need not ask for its place in one.
+template <class Arch>
+struct WithoutClusters {
+    static constexpr bool kHasClusters = false;
+    static constexpr int kMaxClusterSize = 1;
+    static constexpr bool kHasGridDependency = Arch::kHasGridDependency;
+};
+
 }  // namespace flash_attn_norm

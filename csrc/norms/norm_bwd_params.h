@@ -15,8 +15,9 @@ struct NormBwdKernelParams {
     // The persistent kernel.
     int num_steps = 0;   // of row_slots rows each; more do not fit in memory
     int num_stages = 1;  // steps in flight
-    // The loop kernel.
-    int64_t num_dx_ctas = 0;       // the others compute partial sums
+    // The kernel of few rows and the loop kernel.
+    int64_t num_dx_ctas = 0;       // the others compute column sums
+    int column_lanes = 32;         // of few rows: threads side by side on the columns' sums
     int64_t rows_per_partial = 0;  // where each has a run of rows
 };
 

@@ -7,6 +7,7 @@
 #include "norms/alignment.h"
 #include "norms/launch.cuh"
 #include "norms/norm_bwd.cuh"
+#include "norms/norm_bwd_few.cuh"
 #include "norms/norm_bwd_loop.cuh"
 #include "norms/norms.h"
 
@@ -150,6 +151,37 @@ void plan_loop(bool is_aligned, BwdPlan& plan) {
     plan.needs_final = plan.params.num_partials > 1;
 }
 
+/// One launch. False if a row has more columns than a CTA has registers for.
+template <DType kXDType, DType kSumDType, class Arch>
+bool plan_few_rows(BwdPlan& plan) {
+    using Config = FewRowsConfig<kXDType, kSumDType, Arch>;
+    constexpr int kThreads = 256;
+    const NormBwdParams& params = plan.params.params;
+    const int64_t packs = params.problem.hidden_size / Config::kPack;
+    const int num_rows = static_cast<int>(params.problem.rows.num_rows);
+    if (packs > Config::kVecs * Config::kMaxThreads) return false;
+    plan.kernel = &norm_bwd_few_kernel<Config>;
+    plan.shape.threads_per_row = threads_for_row(packs, Config::kVecs, Config::kMaxThreads);
+    plan.shape.row_slots = row_slots_for(plan.shape.threads_per_row, kThreads);
+    plan.params.num_dx_ctas = (num_rows + plan.shape.row_slots - 1) / plan.shape.row_slots;
+    plan.shape.num_ctas = plan.params.num_dx_ctas;
+    if (!wants_column_sums(params)) return true;
+    // As many groups of rows as there are rows, but no CTA with less than 64 bytes of a row. At
+    // first one thread for each column.
+    constexpr int kMinLanes = 4;
+    constexpr int kMaxGroups = ColumnSumStorage<Config>::kMaxGroups;
+    const int threads = plan.shape.threads();
+    int groups = Config::kPack;
+    int lanes = threads / groups;
+    while (lanes % 2 == 0 && lanes > kMinLanes && groups < std::min(num_rows, kMaxGroups)) {
+        lanes /= 2;
+        groups *= 2;
+    }
+    plan.params.column_lanes = lanes;
+    plan.shape.num_ctas += (packs + lanes - 1) / lanes;
+    return true;
+}
+
 template <DType kXDType, class Arch>
 void plan_norm_bwd_dtype(BwdPlan& plan) {
     const NormBwdParams& params = plan.params.params;
@@ -157,8 +189,11 @@ void plan_norm_bwd_dtype(BwdPlan& plan) {
     const bool is_wide = params.problem.sum_dtype != kXDType;
     constexpr DType kWide = DType::kFloat32;
     bool fits = false;
-    if (!is_aligned || params.problem.rows.num_rows <= kFewRows) {
+    if (!is_aligned) {
         // the loop kernel
+    } else if (params.problem.rows.num_rows <= kFewRows) {
+        fits = is_wide ? plan_few_rows<kXDType, kWide, Arch>(plan)
+                       : plan_few_rows<kXDType, kXDType, Arch>(plan);
     } else if (params.problem.is_layer_norm) {
         fits = is_wide ? plan_persistent<kXDType, kWide, true, Arch>(plan)
                        : plan_persistent<kXDType, kXDType, true, Arch>(plan);

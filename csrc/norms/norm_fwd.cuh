@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "norms/norm_math.cuh"
 #include "norms/row_columns.cuh"
@@ -13,28 +14,32 @@
 
 namespace flash_attn_norm {
 
+/// What a kernel of the forward pass takes.
+///   kUsual: the residual, the sum, weight and bias in the dtype of x, see is_usual_problem. No
+///   code
+///       for anything else stands between the loads.
+///   kAny: any weight and bias, or none, and every casting mode.
+///   kWideSum: the same, where the sum is float32 beside a 16-bit x.
+enum class FwdKind { kUsual, kAny, kWideSum };
+
 /// kVecs packs of 16 bytes of x per thread.
-template <DType kXDType_, DType kSumDType_, bool kLayerNorm_, int kVecs_, class Arch_>
+template <DType kXDType_, bool kLayerNorm_, FwdKind kKind_, int kVecs_, class Arch_>
 struct FwdConfig {
     static constexpr DType kXDType = kXDType_;
-    static constexpr DType kSumDType = kSumDType_;
+    static constexpr FwdKind kKind = kKind_;
+    static constexpr bool kIsUsual = kKind == FwdKind::kUsual;
+    static constexpr DType kSumDType = kKind == FwdKind::kWideSum ? DType::kFloat32 : kXDType;
     static constexpr bool kLayerNorm = kLayerNorm_;
     static constexpr int kVecs = kVecs_;
     static constexpr int kPack = pack_size(kXDType);
-    using Arch = Arch_;
-    /// What lets many bytes of rows be in flight on a multiprocessor: 64 registers a thread, or,
-    /// for 8 packs a thread, 80 and CTAs that share it by threes. A float32 sum beside a 16-bit x
-    /// takes more.
-    static constexpr int kMaxThreads = kVecs > 4 ? 256 : 512;
-    static constexpr int kMinCtas = kSumDType != kXDType              ? 1
-                                    : kVecs > 4 && Arch::kHasClusters ? 3
-                                                                      : 2;
-    static_assert(kVecs <= 4 || kSumDType == kXDType, "a float32 sum has a residual");
+    using Arch = std::conditional_t<kIsUsual, WithoutClusters<Arch_>, Arch_>;
+    /// What lets many bytes of rows be in flight on a multiprocessor: 64 registers a thread. A
+    /// float32 sum beside a 16-bit x takes more.
+    static constexpr int kMaxThreads = 512;
+    static constexpr int kMinCtas = kKind == FwdKind::kWideSum ? 1 : 2;
     /// Weight and bias are requested before the row sums where there are registers for them;
     /// elsewhere they come from the L1.
-    static constexpr bool kLoadsFactorsEarly = kVecs <= (kLayerNorm ? 2 : 4);
-    /// 8 packs a thread leave registers for the usual problem alone, see is_usual_problem.
-    static constexpr bool kTakesAll = kVecs <= 4;
+    static constexpr bool kLoadsFactorsEarly = kVecs <= 2;
 
     using XPack = PackWords<kPack, kXDType>;
     /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
@@ -85,7 +90,7 @@ __device__ __forceinline__ void load_sum(const NormFwdParams& params, const Row&
     for (int v = 0; v < Config::kVecs; ++v) {
         x[v].load(params.x, start + columns.column(v), row.is_inside && columns.is_inside(v));
     }
-    if (!Config::kTakesAll || params.residual == nullptr) {
+    if (params.residual == nullptr) {
 #pragma unroll
         for (int v = 0; v < Config::kVecs; ++v) convert(x[v], sum[v]);
     } else if (Config::kSumDType == Config::kXDType || params.residual_dtype == Config::kXDType) {
@@ -101,30 +106,59 @@ __device__ __forceinline__ void load_sum(const NormFwdParams& params, const Row&
     }
 }
 
-/// A thread's part of the squares of the distances to the mean, each rounded to x's dtype or not.
+/// A thread's part of the row's squares, each rounded to x's dtype or not.
 template <class Config, bool kRounds>
-__device__ __forceinline__ float sum_of_squares(const RowColumns<Config>& columns,
-                                                const typename Config::SumTile& sum, float mean) {
+__device__ __forceinline__ float sum_of_squares(const typename Config::SumTile& sum) {
     float squares = 0.0f;
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
-        // Outside the row lie zeros, whose distance to the mean must not count.
-        const float row_mean = Config::kLayerNorm && columns.is_inside(v) ? mean : 0.0f;
         float values[Config::kPack];
         sum[v].get(values);
         float part = 0.0f;
 #pragma unroll
         for (int i = 0; i < Config::kPack; ++i) {
-            const float deviation = Config::kLayerNorm ? values[i] - row_mean : values[i];
             if (kRounds) {
-                part += round_to<Config::kXDType>(__fmul_rn(deviation, deviation));
+                part += round_to<Config::kXDType>(__fmul_rn(values[i], values[i]));
             } else {
-                part = fmaf(deviation, deviation, part);
+                part = fmaf(values[i], values[i], part);
             }
         }
         squares += part;
     }
     return squares;
+}
+
+/// The moments of a thread's part of the row.
+template <class Config>
+__device__ __forceinline__ RowMoments part_moments(const RowColumns<Config>& columns,
+                                                   const typename Config::SumTile& sum) {
+    RowMoments moments;
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        float values[Config::kPack];
+        sum[v].get(values);
+        float part = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Config::kPack; ++i) part += values[i];
+        moments.sum += part;
+        if (columns.is_inside(v)) moments.count += Config::kPack;
+    }
+    const float mean = moments.sum * RowMoments::inverse(moments.count);
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        // Outside the row lie zeros, whose distance to the mean must not count.
+        const float part_mean = columns.is_inside(v) ? mean : 0.0f;
+        float values[Config::kPack];
+        sum[v].get(values);
+        float part = 0.0f;
+#pragma unroll
+        for (int i = 0; i < Config::kPack; ++i) {
+            const float distance = values[i] - part_mean;
+            part = fmaf(distance, distance, part);
+        }
+        moments.squares += part;
+    }
+    return moments;
 }
 
 /// rstd of the row, and its mean, 0 for RMSNorm.
@@ -134,28 +168,24 @@ __device__ __forceinline__ float row_stats(const NormProblem& problem, const Rou
                                            const typename Config::SumTile& sum,
                                            RowReducer<typename Config::Arch>& reducer,
                                            float& mean) {
-    float total[1] = {0.0f};
-    if (Config::kLayerNorm) {
-#pragma unroll
-        for (int v = 0; v < Config::kVecs; ++v) {
-            float values[Config::kPack];
-            sum[v].get(values);
-            float part = 0.0f;
-#pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) part += values[i];
-            total[0] += part;
-        }
-        reducer.sum(total);
-    }
-    mean = total[0] * problem.inv_hidden_size;
     float squares[1];
-    // One branch a row: one for each element would take longer than its arithmetic.
-    if (!Config::kLayerNorm && rounding.stats) {
-        squares[0] = sum_of_squares<Config, true>(columns, sum, mean);
+    if constexpr (Config::kLayerNorm) {
+        RowMoments moments = part_moments(columns, sum);
+        reducer.send(moments, columns.is_even);
+        reducer.sync();
+        reducer.receive(moments, problem.inv_hidden_size);
+        mean = moments.sum * problem.inv_hidden_size;
+        squares[0] = moments.squares;
     } else {
-        squares[0] = sum_of_squares<Config, false>(columns, sum, mean);
+        mean = 0.0f;
+        // One branch a row: one for each element would take longer than its arithmetic.
+        if (!Config::kIsUsual && rounding.stats) {
+            squares[0] = sum_of_squares<Config, true>(sum);
+        } else {
+            squares[0] = sum_of_squares<Config, false>(sum);
+        }
+        reducer.sum(squares);
     }
-    reducer.sum(squares);
     return row_rstd<Config::kXDType>(problem, rounding, squares[0]);
 }
 
@@ -169,7 +199,9 @@ FAN_HOST_DEVICE bool has_factors_of_x(const NormFwdParams& params) {
 }
 
 FAN_HOST_DEVICE bool is_usual_problem(const NormFwdParams& params) {
-    return params.residual == nullptr && has_factors_of_x(params);
+    const NormProblem& problem = params.problem;
+    return problem.sum_dtype == problem.x_dtype && has_factors_of_x(params) &&
+           problem.casting_mode != CastingMode::kNone;
 }
 
 /// How xhat becomes out; one loop for each, so that the first two have no branches.
@@ -184,7 +216,7 @@ template <class Config>
 __device__ __forceinline__ OutFormula out_formula(const NormFwdParams& params,
                                                   const Rounding& rounding) {
     constexpr bool kHasXhat = Config::kXDType == Config::kSumDType;
-    if (Config::kTakesAll && !has_factors_of_x(params)) return OutFormula::kGeneral;
+    if (!Config::kIsUsual && !has_factors_of_x(params)) return OutFormula::kGeneral;
     const bool rounds = kHasXhat && Config::kXDType != DType::kFloat32 && rounding.xhat;
     return rounds && !Config::kLayerNorm ? OutFormula::kProduct : OutFormula::kSameDtype;
 }
@@ -205,7 +237,7 @@ struct EarlyFactors {
     __device__ __forceinline__ EarlyFactors(const NormFwdParams& params, OutFormula formula,
                                             const RowColumns<Config>& columns) {
         if constexpr (Config::kLoadsFactorsEarly) {
-            if (formula == OutFormula::kGeneral) return;
+            if (!Config::kIsUsual && formula == OutFormula::kGeneral) return;
 #pragma unroll
             for (int v = 0; v < Config::kVecs; ++v) {
                 const int column = columns.column_inside(v);
@@ -326,7 +358,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     if (kHasProduct && formula == OutFormula::kProduct) {
         store_out<Config, kHasProduct ? OutFormula::kProduct : OutFormula::kGeneral>(
             params, rounding, row, columns, early, sum, mean, rstd);
-    } else if (!Config::kTakesAll || formula == OutFormula::kSameDtype) {
+    } else if (Config::kIsUsual || formula == OutFormula::kSameDtype) {
         store_out<Config, OutFormula::kSameDtype>(params, rounding, row, columns, early, sum, mean,
                                                   rstd);
     } else {

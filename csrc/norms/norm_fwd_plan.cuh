@@ -1,10 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "norms/alignment.h"
 #include "norms/launch.cuh"
 #include "norms/norm_fwd.cuh"
+#include "norms/norm_fwd_cluster.cuh"
 #include "norms/norm_fwd_loop.cuh"
 
 // Which kernel a forward pass runs, and with how many threads.
@@ -17,12 +19,14 @@ void launch_norm_fwd_config(const NormFwdParams& params, int cluster_size, cudaS
     const int64_t packs_per_cta = (packs + cluster_size - 1) / cluster_size;
     LaunchShape shape;
     shape.threads_per_row = threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
-    // Small CTAs, but two rows of some warps together.
-    const bool is_pair = Config::kVecs == 2 ? shape.threads_per_row == 64
-                                            : !Config::kLayerNorm && shape.threads_per_row == 128;
-    shape.row_slots = cluster_size > 1 ? 1
-                                       : row_slots_for(shape.threads_per_row,
-                                                       is_pair ? 2 * shape.threads_per_row : 64);
+    // Small CTAs, but two rows of some warps together, and many of the shortest rows.
+    const int row_threads = shape.threads_per_row;
+    const bool is_pair =
+        Config::kVecs == 2 ? row_threads == 64 : !Config::kLayerNorm && row_threads == 128;
+    const int threads = is_pair                                  ? 2 * row_threads
+                        : Config::kVecs == 2 && row_threads < 32 ? 128
+                                                                 : 64;
+    shape.row_slots = cluster_size > 1 ? 1 : row_slots_for(row_threads, threads);
     shape.cluster_size = cluster_size;
     shape.num_ctas =
         (params.problem.rows.num_rows + shape.row_slots - 1) / shape.row_slots * cluster_size;
@@ -50,50 +54,90 @@ inline bool has_aligned_rows(const NormFwdParams& params) {
            is_aligned(params.residual_out);
 }
 
+/// As many clusters as run at a time. False if no cluster has room for a row, or not even two rows
+/// fit in its memory.
+template <DType kXDType, bool kLayerNorm, class Arch>
+bool launch_norm_fwd_cluster(const NormFwdParams& params, cudaStream_t stream) {
+    if constexpr (Arch::kHasClusters) {
+        using Config = FwdClusterConfig<kXDType, kLayerNorm, Arch>;
+        static KernelLimits limits;
+        const auto kernel = &norm_fwd_cluster_kernel<Config>;
+        const void* function = reinterpret_cast<const void*>(kernel);
+        const DeviceLimits& device = current_device_limits();
+        const int64_t packs = params.problem.hidden_size / Config::kPack;
+        const int64_t rows = params.problem.rows.num_rows;
+        LaunchShape shape;
+        while (packs > int64_t{shape.cluster_size} * Config::kVecs * Config::kMaxThreads) {
+            shape.cluster_size *= 2;
+        }
+        if (shape.cluster_size > Arch::kMaxClusterSize) return false;
+        const int64_t packs_per_cta = (packs + shape.cluster_size - 1) / shape.cluster_size;
+        shape.threads_per_row = threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
+        NormFwdClusterParams kernel_params;
+        kernel_params.params = params;
+        kernel_params.num_steps = static_cast<int>(rows);
+        const int stage_bytes =
+            fwd_stage_words<Config>(params.residual != nullptr) * 16 * shape.threads_per_row;
+        const int bytes =
+            device.shared_per_block - static_cast<int>(sizeof(RowSumStorage<Arch>)) - 64;
+        kernel_params.num_stages = std::min(kMaxStages, bytes / stage_bytes);
+        if (kernel_params.num_stages < 2) return false;
+        shape.shared_bytes = kernel_params.num_stages * stage_bytes;
+        prepare_kernel(function, device, limits);
+        const int64_t clusters = max_clusters(function, shape, 1, device, limits);
+        shape.num_ctas = std::min(rows, clusters) * shape.cluster_size;
+        launch<Arch>(kernel, shape, kernel_params, "norm_fwd_cluster", stream);
+        return true;
+    }
+    return false;
+}
+
 /// Rows up to which the time of a single one counts.
 constexpr int64_t kFewFwdRows = 128;
 
-template <DType kXDType, DType kSumDType, bool kLayerNorm, class Arch>
-void launch_norm_fwd_dtypes(const NormFwdParams& params, cudaStream_t stream) {
-    using ShortRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 2, Arch>;
-    using Rows = FwdConfig<kXDType, kSumDType, kLayerNorm, 4, Arch>;
-    if (!has_aligned_rows(params)) return launch_norm_fwd_loop<kXDType, 1, Arch>(params, stream);
+/// False if the row is too long.
+template <DType kXDType, bool kLayerNorm, class Arch>
+bool launch_usual_norm_fwd(const NormFwdParams& params, cudaStream_t stream) {
+    constexpr FwdKind kUsual = FwdKind::kUsual;
+    using FewPacks = FwdConfig<kXDType, kLayerNorm, kUsual, 2, Arch>;
+    using Rows = FwdConfig<kXDType, kLayerNorm, kUsual, 4, Arch>;
     const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
-    const bool is_add = params.residual != nullptr;
-    if constexpr (kSumDType == kXDType) {
-        // Few packs a thread where there are few rows, and in RMSNorm where more than one tensor's
-        // are in flight: no sum waits long, and weight and bias are there by then.
-        const bool is_short =
-            (is_add && !kLayerNorm) || params.problem.rows.num_rows <= kFewFwdRows;
-        if (is_short && packs <= ShortRows::kVecs * ShortRows::kMaxThreads) {
-            return launch_norm_fwd_config<ShortRows>(params, 1, stream);
-        }
-        // More packs a thread shorten the sums over a long row; LayerNorm waits for two.
-        constexpr int64_t kMostPacks = kLayerNorm ? 256 : 1024;
-        using LongRows = FwdConfig<kXDType, kSumDType, kLayerNorm, 8, Arch>;
-        constexpr int64_t kMostLongPacks = LongRows::kVecs * LongRows::kMaxThreads;
-        for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
-            if (is_usual_problem(params) && packs > kMostPacks &&
-                packs <= cluster_size * kMostLongPacks) {
-                return launch_norm_fwd_config<LongRows>(params, cluster_size, stream);
-            }
-        }
+    // Few packs a thread where there are few rows, and in RMSNorm where rows are short or more than
+    // one tensor's are in flight: no sum waits long, and weight and bias are there by then.
+    constexpr int64_t kShortRow = 128;
+    const bool has_short_sums = !kLayerNorm && (params.residual != nullptr || packs <= kShortRow);
+    const bool is_short = has_short_sums || params.problem.rows.num_rows <= kFewFwdRows;
+    if (is_short && packs <= FewPacks::kVecs * FewPacks::kMaxThreads) {
+        launch_norm_fwd_config<FewPacks>(params, 1, stream);
+        return true;
     }
-    for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
-        if (packs <= cluster_size * Rows::kVecs * Rows::kMaxThreads) {
-            return launch_norm_fwd_config<Rows>(params, cluster_size, stream);
-        }
+    if (packs <= Rows::kVecs * Rows::kMaxThreads) {
+        launch_norm_fwd_config<Rows>(params, 1, stream);
+        return true;
     }
-    launch_norm_fwd_loop<kXDType, pack_size(kXDType), Arch>(params, stream);
+    return launch_norm_fwd_cluster<kXDType, kLayerNorm, Arch>(params, stream);
 }
 
 template <DType kXDType, bool kLayerNorm, class Arch>
 void launch_norm_fwd_norm(const NormFwdParams& params, cudaStream_t stream) {
-    if (params.problem.sum_dtype == kXDType) {
-        launch_norm_fwd_dtypes<kXDType, kXDType, kLayerNorm, Arch>(params, stream);
-    } else {
-        launch_norm_fwd_dtypes<kXDType, DType::kFloat32, kLayerNorm, Arch>(params, stream);
+    if (!has_aligned_rows(params)) return launch_norm_fwd_loop<kXDType, 1, Arch>(params, stream);
+    if (is_usual_problem(params) &&
+        launch_usual_norm_fwd<kXDType, kLayerNorm, Arch>(params, stream)) {
+        return;
     }
+    using AnyRows = FwdConfig<kXDType, kLayerNorm, FwdKind::kAny, 4, Arch>;
+    const int64_t packs = params.problem.hidden_size / AnyRows::kPack;
+    for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
+        if (packs > cluster_size * AnyRows::kVecs * AnyRows::kMaxThreads) continue;
+        if (params.problem.sum_dtype == kXDType) {
+            return launch_norm_fwd_config<AnyRows>(params, cluster_size, stream);
+        }
+        if constexpr (kXDType != DType::kFloat32) {
+            using WideRows = FwdConfig<kXDType, kLayerNorm, FwdKind::kWideSum, 4, Arch>;
+            return launch_norm_fwd_config<WideRows>(params, cluster_size, stream);
+        }
+    }
+    launch_norm_fwd_loop<kXDType, pack_size(kXDType), Arch>(params, stream);
 }
 
 template <DType kXDType, class Arch>

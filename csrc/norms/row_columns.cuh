@@ -14,14 +14,16 @@ template <class Config>
 struct RowColumns {
     int first;  // of its first pack; the next ones are blockDim.x packs apart
     int end;
+    bool is_even;  // every thread of the row has kVecs packs
 
     __device__ RowColumns(const NormProblem& problem,
                           const RowReducer<typename Config::Arch>& reducer) {
         const int packs = static_cast<int>(problem.hidden_size) / Config::kPack;
-        const int packs_per_cta = (packs + reducer.cluster_size() - 1) / reducer.cluster_size();
+        const int packs_per_cta = reducer.part_of_cta(packs);
         const int first_pack = reducer.cluster_rank() * packs_per_cta;
         first = (first_pack + threadIdx.x) * Config::kPack;
         end = min(first_pack + packs_per_cta, packs) * Config::kPack;
+        is_even = Config::kVecs * static_cast<int>(blockDim.x) * reducer.cluster_size() == packs;
     }
     __device__ int column(int v) const {
         return first + v * static_cast<int>(blockDim.x) * Config::kPack;
