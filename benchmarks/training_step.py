@@ -2,7 +2,7 @@
 
     PYTHONPATH=examples python -m benchmarks.training_step
 
-writes benchmarks/results/training_cuda.json, anew after each part:
+writes benchmarks/results/training_cuda.json, anew after each part, in about 95 seconds on an H200:
 
 - speed: tokens per second of whole steps, in eager mode.
 - gradients: how far those of one step in bfloat16 lie from float32's.
@@ -44,7 +44,7 @@ from benchmarks.record import write_record
 
 PARTS = ("speed", "gradients", "curves")
 SPEED = Training("1b", is_checkpointed=False)
-SIZES = ((1, 2048), (1, 8192), (4, 4096))  # (batch_size, seqlen)
+SIZES = ((1, 2048), (4, 4096))  # (batch_size, seqlen)
 CHECK = Training(
     "1b-wide",
     steps=200,
@@ -57,7 +57,7 @@ CHECK = Training(
 TINY = Training(steps=6, batch_size=2, seqlen=64, is_in_bf16=False)
 WINDOW = 10  # steps to either side
 TRAINED_STEPS = 40  # before gradients are compared: attention is no longer uniform
-COMPARED_BATCHES = 4
+COMPARED_BATCHES = 3
 
 
 @dataclass(frozen=True)
