@@ -4,7 +4,7 @@
 
 writes docs/plots/attention_cuda.png, norms_cuda.png and training_cuda.png and prints the two tables
 of attention in docs/performance.md, the three of norms on a GPU in docs/norms.md and those of whole
-models in docs/performance.md.
+models in docs/performance.md. `--write` puts the latter there.
 """
 
 import argparse
@@ -292,7 +292,7 @@ def tables() -> list:
         norm_shares_table(norms),
         norm_peers_table(norms),
         few_rows_table(norms),
-        *report_models.tables(),
+        *report_models.tables().values(),
     ]
 
 
@@ -303,6 +303,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--plots", type=Path, default=PLOTS, help="folder for the plots, default docs/plots"
     )
+    parser.add_argument("--write", action="store_true", help="whole models' tables to the document")
     parser.add_argument("--tables-only", action="store_true", help="draw nothing")
     return parser.parse_args()
 
@@ -314,6 +315,8 @@ def main() -> None:
         plot_attention(read_record("attention_cuda"), arguments.plots)
         plot_norms(read_record("norms_cuda"), arguments.plots)
         report_models.plot_training(read_record("training_cuda"), arguments.plots)
+    if arguments.write:
+        report_models.write_tables(ROOT / "docs" / "performance.md")
     print(*tables(), sep="\n\n")
 
 

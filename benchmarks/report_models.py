@@ -1,6 +1,7 @@
 """Tables and the plot of whole models, training and generation, from their records on a GPU."""
 
 import json
+import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -89,15 +90,28 @@ def generation_table(figures: list) -> str:
     return markdown_table(header, rows)
 
 
-def tables() -> list:
-    """Those of the records that are there."""
-    training, generation = read_figures("training_cuda"), read_figures("generation_cuda")
-    found = []
-    for key, table in (("speed_of", speed_table), ("gradient_error_of", gradients_table)):
-        figures = [figure for figure in training if key in figure]
-        found += [table(figures)] if figures else []
-    found += [curves_table(training)] if any("run" in figure for figure in training) else []
-    return found + ([generation_table(generation)] if generation else [])
+def tables() -> dict:
+    """By the name that marks their place in docs/performance.md; those of the records there are."""
+    training = read_figures("training_cuda")
+    makers = {
+        "training: speed": (speed_table, [f for f in training if "speed_of" in f]),
+        "training: gradients": (gradients_table, [f for f in training if "gradient_error_of" in f]),
+        "training: losses": (curves_table, training),
+        "generation": (generation_table, read_figures("generation_cuda")),
+    }
+    return {name: make(figures) for name, (make, figures) in makers.items() if figures}
+
+
+def write_tables(path: Path) -> None:
+    """Puts each table behind its mark, in place of the one that stands there."""
+    text = path.read_text()
+    for name, table in tables().items():
+        mark = f"<!-- {name} -->\n"
+        before, found, after = text.partition(mark)
+        if not found:
+            raise SystemExit(f"{path} has no {mark.strip()}")
+        text = before + mark + table + "\n" + re.sub(r"\A(\|.*\n)*", "", after)
+    path.write_text(text)
 
 
 def plot_training(record: dict, folder: Path) -> None:
