@@ -62,17 +62,22 @@ def gradients_table(figures: list) -> str:
 
 
 def curves_table(figures: list) -> str:
-    """Of each run: how far its losses lie from those of the first run with torch's kernels."""
+    """Of each run: how far its losses lie from those of the first run with torch's kernels, and at
+    which share of the steps ours lie where torch's runs do."""
     runs = {f["run"]: f for f in figures if "run" in f}
     differences = {f["difference"]: f for f in figures if "difference" in f}
+    within = {f["within_torch"]: f for f in figures if "within_torch" in f}
     rows = []
     for name, run in runs.items():
         texts = [CONTENDERS[name], f"{run['first_loss']:.4f}", f"{run['last_loss']:.4f}"]
         apart = differences.get(f"{name} - torch")
         keys = ("at_step_1", "mean", "root_mean_square", "largest")
-        rows.append(texts + [f"{apart[key]:.5f}" if apart else "" for key in keys])
+        texts += [f"{apart[key]:.5f}" if apart else "" for key in keys]
+        share = f"{within[name]['share_of_steps']:.3f}" if name in within else ""
+        rows.append([*texts, share])
     header = ["run", "loss of step 1", "of the last ten", "less torch's: step 1", "mean"]
-    return markdown_table([*header, "root mean square", "largest"], rows)
+    header += ["root mean square", "largest", "steps within torch's runs"]
+    return markdown_table(header, rows)
 
 
 def generation_table(figures: list) -> str:

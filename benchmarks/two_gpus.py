@@ -23,9 +23,10 @@ from train_distributed import (
     train,
 )
 
+from benchmarks.curves import curve_figures, difference_figure
 from benchmarks.record import write_record
 from benchmarks.ring import measure_ring, timeline
-from benchmarks.training_step import curve_figures, difference_figure, run_figure
+from benchmarks.training_step import run_figure
 
 TRAINING = Training("1b", steps=50, batch_size=2, seqlen=3072)
 TINY = Training(steps=6, batch_size=2, seqlen=64, is_in_bf16=False)

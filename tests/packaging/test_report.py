@@ -1,10 +1,13 @@
 """The tables in docs/ are those that the records give."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import curves, report_models
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,3 +41,33 @@ def test_draws_the_plots(tmp_path):
     report("--plots", tmp_path)
     names = ["attention_cuda.png", "norms_cuda.png", "training_cuda.png"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_writes_whole_models_tables_behind_their_marks(tmp_path, monkeypatch):
+    record = {
+        "figures": [
+            {
+                "way": "dynamic",
+                "attention": "ours",
+                "tokens_per_s": 7,
+                "largest_of_float32": 1.0,
+                "behind_largest": 0.0,
+            }
+        ]
+    }
+    (tmp_path / "generation_cuda.json").write_text(json.dumps(record))
+    monkeypatch.setattr(report_models, "RESULTS", tmp_path)
+    document = tmp_path / "page.md"
+    document.write_text((ROOT / "docs" / "performance.md").read_text())
+    for _ in range(2):  # the second time it takes the place of the first
+        report_models.write_tables(document)
+        written = document.read_text()
+        assert written.count(report_models.tables()["generation"]) == 1
+        assert "| generate, dynamic cache | ours | 7 | 1.000 | 0.000 |\n\nIn a first run" in written
+
+
+def test_losses_within_torchs_runs():
+    losses = {"torch": [3.0, 2.0], "torch_cudnn": [3.1, 2.1], "ours": [3.05, 2.3]}
+    figure = curves.envelope_figure("ours", losses)
+    assert figure["share_of_steps"] == 0.5  # step 2 lies 0.2 from the closest, torch's 0.1 apart
+    assert figure["largest_over_allowed"] == pytest.approx(2.0)
