@@ -42,6 +42,14 @@ OTHERS = [
 ]
 PAGED = [(1, 32768), (16, 4096), (64, 4096)]
 PAGE_SIZES = (16, 64, 256)
+# With a float8 cache, page size beside it
+FLOAT8 = [(cell, 0) for cell in DENSE] + [
+    ((16, 4096, 32, 8, 128, 128, 1), 16),
+    ((16, 4096, 32, 8, 128, 128, 1), 64),
+    ((16, 4096, 32, 8, 128, 128, 4), 0),
+    ((64, 4096, 32, 8, 64, 64, 1), 0),
+    ((16, 4096, 16, 4, 256, 256, 1), 0),
+]
 
 
 class Timer:
@@ -96,12 +104,13 @@ def caches(memory, cell: tuple, page_size: int) -> tuple[list, int]:
     k_size = entries * rows * num_heads_kv * head_dim
     size = k_size if latent else k_size + entries * rows * num_heads_kv * head_dim_v
     pairs = []
-    for i in range(max(1, min(32, GRAPH_BYTES // (2 * size)))):
+    pair_bytes = size * memory.element_size()
+    for i in range(max(1, min(32, GRAPH_BYTES // pair_bytes))):
         part = memory[i * size : (i + 1) * size]
         k = part[:k_size].view(entries, rows, num_heads_kv, head_dim)
         v = k[..., :head_dim_v] if latent else part[k_size:].view(*k.shape[:3], head_dim_v)
         pairs.append((k, v))
-    return pairs, 2 * size
+    return pairs, pair_bytes
 
 
 def ours(kernel, q, pairs, cell, page_size) -> list:
@@ -134,12 +143,15 @@ def torchs(q, pairs, cell, backend) -> list:
 
 def measure_cell(kernel, memory, roof: float, cell: tuple, page_size: int = 0) -> dict:
     batch_size, seqlen_k, num_heads_q, num_heads_kv, head_dim, head_dim_v, seqlen_q = cell
-    q = torch.randn(batch_size, seqlen_q, num_heads_q, head_dim, dtype=memory.dtype, device="cuda")
+    q = torch.randn(
+        batch_size, seqlen_q, num_heads_q, head_dim, dtype=torch.bfloat16, device="cuda"
+    )
+    is_float8 = memory.dtype == torch.float8_e4m3fn
     pairs, size = caches(memory, cell, page_size)
     once = len(pairs) * max(size / ROOF_GUESS, 5e-6)
     repeats = max(1, min(20 // len(pairs), int(GRAPH_SECONDS / once)))
     timers = {"flash_attn_norm": Timer(ours(kernel, q, pairs, cell, page_size), repeats)}
-    if not page_size:
+    if not page_size and not is_float8:
         for name, backend in PEERS.items():
             try:
                 timers[name] = Timer(torchs(q, pairs, cell, backend), repeats)
@@ -158,13 +170,15 @@ def measure_cell(kernel, memory, roof: float, cell: tuple, page_size: int = 0) -
         "seqlen_q": seqlen_q,
         "page_size": page_size,
     }
+    if is_float8:
+        figure["cache_dtype"] = "float8_e4m3fn"
     for name, timer in timers.items():
         figure[f"{name}_us"] = round(timer.median() * 1e6, 2)
         figure[f"{name}_gb_per_s"] = round(size / timer.median() / 1e9)
         figure[f"{name}_share_of_roof"] = round(size / timer.median() / roof, 3)
     print(
         f"B{batch_size:<3} keys {seqlen_k:<6} {num_heads_q}/{num_heads_kv} d{head_dim} "
-        f"q{seqlen_q:<3} page {page_size:<4}"
+        f"q{seqlen_q:<3} page {page_size:<4} {'float8' if is_float8 else ''}"
         + "".join(
             f" {name} {figure[f'{name}_us']} us {figure[f'{name}_share_of_roof']}"
             for name in timers
@@ -193,6 +207,13 @@ def main() -> None:
     for batch_size, seqlen_k in [] if arguments.quick else PAGED:
         for page_size in PAGE_SIZES:
             cell = (batch_size, seqlen_k, 32, 8, 128, 128, 1)
+            figures.append(measure_cell(kernel, memory, roof, cell, page_size))
+    del memory
+    memory = torch.empty(max(largest, GRAPH_BYTES), dtype=torch.float8_e4m3fn, device="cuda")
+    for part in memory.split(1 << 28):
+        part.copy_(torch.randn(part.shape, device="cuda"))
+    for cell, page_size in FLOAT8:
+        if not arguments.quick or cell in small:
             figures.append(measure_cell(kernel, memory, roof, cell, page_size))
     if not arguments.quick:
         print(write_record("decode", kernel, torch.device("cuda"), figures))

@@ -53,24 +53,30 @@ inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
 
 constexpr int64_t kVectorElements = 8;  // 16 bytes of a two-byte dtype: one load of a CUDA kernel
 
-inline int64_t padded_head_dim(int64_t head_dim) {
-    return (head_dim + kVectorElements - 1) / kVectorElements * kVectorElements;
+inline int64_t padded_head_dim(int64_t head_dim, int64_t vector_elements = kVectorElements) {
+    return (head_dim + vector_elements - 1) / vector_elements * vector_elements;
+}
+
+inline int64_t vector_elements_of(const Tensor& tensor) {
+    return tensor.scalar_type() == ScalarType::Float8_e4m3fn ? 16 : kVectorElements;
 }
 
 /// A CUDA kernel loads rows 16 bytes at a time: whether those of a tensor allow it.
 inline bool has_vector_rows(const Tensor& tensor) {
     const int64_t last = tensor.dim() - 1, head_dim = tensor.size(last);
-    bool aligned = head_dim == padded_head_dim(head_dim) && tensor.stride(last) == 1 &&
+    const int64_t elements = vector_elements_of(tensor);
+    bool aligned = head_dim == padded_head_dim(head_dim, elements) && tensor.stride(last) == 1 &&
                    reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
     for (int64_t dim = 0; aligned && dim < last; ++dim) {
-        aligned = tensor.size(dim) <= 1 || tensor.stride(dim) % kVectorElements == 0;
+        aligned = tensor.size(dim) <= 1 || tensor.stride(dim) % elements == 0;
     }
     return aligned;
 }
 
 /// Room for a copy whose rows do.
 inline Tensor empty_vector_rows(const Tensor& tensor) {
-    const int64_t padded = padded_head_dim(tensor.size(tensor.dim() - 1));
+    const int64_t padded =
+        padded_head_dim(tensor.size(tensor.dim() - 1), vector_elements_of(tensor));
     return empty_like_device(tensor, with_last(tensor, padded), tensor.scalar_type());
 }
 

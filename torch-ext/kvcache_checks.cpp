@@ -349,10 +349,6 @@ KvCacheAttentionParams check_kvcache(KvCacheArguments& arguments) {
                " for each sequence");
     }
 
-    if (is_float8_cache(arguments) && !arguments.q.is_cpu()) {
-        refuse("k_cache has dtype torch.float8_e4m3fn on ", device_text(arguments.q),
-               "; such a cache is read on the CPU only");
-    }
     check_kvcache_values(arguments, params);
     params.cache.seqlen = arguments.seqlen + arguments.seqlen_new();
     return params;

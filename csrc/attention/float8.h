@@ -44,4 +44,15 @@ FAN_HOST_DEVICE uint8_t float_to_e4m3(float value) {
     return static_cast<uint8_t>(sign | (magnitude - (120u << 23)) >> 20);
 }
 
+constexpr float kE4m3ToFloat16Scale = 256.0f;  // 2^(15 - 7), between the two biases
+
+/// Four e4m3 numbers as float16, divided by that: bytes 0 and 2 of a word in `even`, bytes 1 and 3
+/// in `odd`. Exponent and mantissa move as they are, subnormal ones too; NaN stays NaN.
+FAN_HOST_DEVICE void e4m3_to_scaled_float16(uint32_t word, uint32_t& even, uint32_t& odd) {
+    const uint32_t is_nan = ((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;  // its sign bit
+    const uint32_t odd_nan = is_nan & 0x80008000u, even_nan = is_nan << 8 & 0x80008000u;
+    odd = (word & 0x80008000u) | (word >> 1 & 0x3f803f80u) | (odd_nan - (odd_nan >> 6));
+    even = (word << 8 & 0x80008000u) | (word << 7 & 0x3f803f80u) | (even_nan - (even_nan >> 6));
+}
+
 }  // namespace flash_attn_norm

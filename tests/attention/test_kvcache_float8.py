@@ -21,18 +21,7 @@ from .test_kvcache_execution import SCALARS, compiled, ops_of, same, step
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
-CPU = torch.device("cpu")
 DESCALES = ["none", "number", "scalar", "heads", "batch and heads"]
-
-
-@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
-def place(request):
-    return {"device": CPU, "dtype": request.param}
-
-
-@pytest.fixture
-def bf16_place():
-    return {"device": CPU, "dtype": torch.bfloat16}
 
 
 def make_descale(kind, batch_size, num_heads_kv, place):
@@ -206,9 +195,22 @@ def test_head_dims(kernel, place, dims, seqlen_q, page_size):
 
 @pytest.mark.parametrize("dims", [(512, 512), (576, 512)], ids=str)
 def test_large_head_dims(kernel, dims):
-    """On the CPU: see test_large_head_dims_on_a_gpu."""
+    """On the CPU alone."""
     place = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
     check(kernel, make_float8_case(place, [70, 0, 130], 2, 2, (4, 2), *dims), causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(512, 512), (576, 512), (64, 264)], ids=str)
+def test_large_head_dims_are_refused_on_a_gpu(kernel, dims):
+    """With nothing written."""
+    place = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    case = make_float8_case(place, [7, 0], 2, 2, (4, 2), *dims)
+    caches = {name: case[name].clone() for name in ("k_cache", "v_cache")}
+    with pytest.raises(ValueError, match=r"head_dim.*float8 cache on a GPU.*at most 256"):
+        kernel.flash_attn_with_kvcache(**{**case, **caches})
+    for name, cache in caches.items():
+        assert_same_bits(name, bits(cache), bits(case[name]))
 
 
 @pytest.mark.parametrize(
@@ -429,3 +431,28 @@ def test_compiles_whole(kernel, bf16_place, new):
     with torch.no_grad():
         ours = call(case)
     same((*ours, case["k_cache"], case["v_cache"]), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+def test_a_captured_graph_reads_new_descales(kernel, page_size):
+    """And new lengths, at every replay."""
+    place = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
+    descales = ("heads", "batch and heads")
+    case = make_float8_case(place, [300, 150], 1, 2, page_size=page_size, descales=descales)
+    before = {name: case[name].clone() for name in ("k_cache", "v_cache")}
+    kernel.flash_attn_with_kvcache(**case, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.flash_attn_with_kvcache(**case, causal=True)
+    for lengths in ([300, 150], [3, 0], [257, 149]):
+        case["cache_seqlens"].copy_(torch.tensor(lengths))
+        for name in ("k_descale", "v_descale"):
+            case[name].uniform_(0.5, 2)
+        for name, cache in before.items():
+            case[name].copy_(cache)
+        graph.replay()
+        expected = kernel.flash_attn_with_kvcache(
+            **{**case, **{name: cache.clone() for name, cache in before.items()}}, causal=True
+        )
+        assert_same_bits("out", out, expected)

@@ -18,6 +18,7 @@ from .attention_shapes import (
 
 _MAX_HEAD_DIM = 512
 _OTHER_FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_MAX_FLOAT8_HEAD_DIM = 256  # on a GPU
 _LATENT = (576, 512)  # multi-head latent attention
 _CURE_OF_A_CACHE = "cast q, or make the cache in q's"
 
@@ -79,6 +80,7 @@ def check_kvcache_shapes(
         _check_index_tensor(name, tensor, "(batch_size,)", batch_size)
     if block_table is not None:
         _check_table(block_table, cache_batch_idx, batch_size)
+    _check_float8_sizes(q, k_cache, v_cache)
     for name, values in (("k_descale", k_descale), ("v_descale", v_descale)):
         if values is not None:
             _check_descale(name, values, k_cache, batch_size)
@@ -238,6 +240,16 @@ def _transposed_rows_text(name: str, rows: Tensor, cache: Tensor) -> str:
     if rows.shape[2] == cache.shape[1]:
         return f"; {name}_cache looks transposed, pass {name}_cache.transpose(1, 2)"
     return ""
+
+
+def _check_float8_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if k_cache.dtype != torch.float8_e4m3fn or q.device.type != "cuda":
+        return
+    if max(k_cache.shape[3], v_cache.shape[3]) > _MAX_FLOAT8_HEAD_DIM:
+        raise ValueError(
+            f"head_dim = {k_cache.shape[3]} and head_dim_v = {v_cache.shape[3]} are not supported "
+            f"with a float8 cache on a GPU; they must be at most {_MAX_FLOAT8_HEAD_DIM}"
+        )
 
 
 def _check_descale(name: str, values: Tensor, k_cache: Tensor, batch_size: int) -> None:

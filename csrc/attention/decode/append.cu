@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "attention/decode/launch.h"
 #include "attention/element.cuh"
+#include "attention/float8.h"
 #include "attention/kv_cache.h"
 #include "attention/seqlens.h"
 #include "common/check.h"
@@ -18,11 +19,12 @@ namespace {
 constexpr int kAppendThreads = 128;
 constexpr int kUnit = 8;  // elements of a thread: 16 bytes where rows are aligned
 
-/// True if every row of a tensor begins at a multiple of 16 bytes and ends at one.
-bool is_aligned(const void* tensor, const TensorStrides& strides, int columns) {
+/// True if every row of a tensor begins at a multiple of a unit's bytes and ends at one.
+bool is_aligned(const void* tensor, const TensorStrides& strides, int columns,
+                int unit_bytes = 2 * kUnit) {
     const bool rows = strides.batch % kUnit == 0 && strides.row % kUnit == 0 &&
                       strides.head % kUnit == 0 && columns % kUnit == 0;
-    return rows && reinterpret_cast<uintptr_t>(tensor) % 16 == 0;
+    return rows && reinterpret_cast<uintptr_t>(tensor) % unit_bytes == 0;
 }
 
 /// The grid of a call: one row of CTAs for each token of each sequence, the units of all its heads
@@ -73,6 +75,20 @@ __device__ __forceinline__ void store_unit(uint16_t* row, int first, int columns
     }
 }
 
+/// The same into a float8 cache.
+__device__ __forceinline__ void store_float8_unit(uint8_t* row, int first, int columns,
+                                                  bool aligned, float descale,
+                                                  const float (&values)[kUnit]) {
+    uint32_t words[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+        const uint32_t code = float_to_e4m3(values[i] / descale);
+        words[i / 4] |= code << (i % 4 * 8);
+        if (!aligned && first + i < columns) row[first + i] = static_cast<uint8_t>(code);
+    }
+    if (aligned) *reinterpret_cast<uint2*>(row + first) = make_uint2(words[0], words[1]);
+}
+
 /// Rotates the unit's elements below rotary_dim: see KvCacheAppendParams.
 template <class Element>
 __device__ __forceinline__ void rotate_unit(const KvCacheAppendParams& params, const uint16_t* row,
@@ -99,7 +115,7 @@ __device__ __forceinline__ void rotate_unit(const KvCacheAppendParams& params, c
     for (int i = 0; i < kUnit; ++i) values[i] = rotated[i];
 }
 
-/// Each thread moves one unit: 16 bytes of a new key, value or query.
+/// Each thread moves one unit: eight elements of a new key, value or query.
 template <class Element>
 __global__ void __launch_bounds__(kAppendThreads)
     append_kernel(const __grid_constant__ KvCacheAppendParams params,
@@ -125,17 +141,23 @@ __global__ void __launch_bounds__(kAppendThreads)
         const uint16_t* source =
             static_cast<const uint16_t*>(is_key ? params.k : params.v) +
             tensor_offset(is_key ? params.k_strides : params.v_strides, batch, token, head);
-        uint16_t* destination =
-            static_cast<uint16_t*>(is_key ? params.k_cache : params.v_cache) +
-            tensor_offset(is_key ? params.cache.k_strides : params.cache.v_strides, place.entry,
-                          place.row, head);
+        void* const cache = is_key ? params.k_cache : params.v_cache;
+        const bool cache_aligned = is_key ? grid.k_cache_aligned : grid.v_cache_aligned;
+        const int64_t offset = tensor_offset(
+            is_key ? params.cache.k_strides : params.cache.v_strides, place.entry, place.row, head);
         load_unit<Element>(source, first, columns, is_key ? grid.k_aligned : grid.v_aligned,
                            values);
         if (is_key && first < params.rotary_dim) {
             rotate_unit<Element>(params, source, first, position, values);
         }
-        store_unit<Element>(destination, first, columns,
-                            is_key ? grid.k_cache_aligned : grid.v_cache_aligned, values);
+        if (params.cache.is_float8) {
+            const Descale& descale = is_key ? params.cache.k_descale : params.cache.v_descale;
+            store_float8_unit(static_cast<uint8_t*>(cache) + offset, first, columns, cache_aligned,
+                              descale.of(batch, head), values);
+        } else {
+            store_unit<Element>(static_cast<uint16_t*>(cache) + offset, first, columns,
+                                cache_aligned, values);
+        }
         return;
     }
 
@@ -168,8 +190,11 @@ void kvcache_append(const KvCacheAppendParams& params, void* stream) {
     grid.k_aligned = is_aligned(params.k, params.k_strides, params.head_dim);
     grid.v_aligned = is_aligned(params.v, params.v_strides, params.head_dim_v);
     grid.q_aligned = is_aligned(params.q, params.q_strides, params.head_dim);
-    grid.k_cache_aligned = is_aligned(params.k_cache, params.cache.k_strides, params.head_dim);
-    grid.v_cache_aligned = is_aligned(params.v_cache, params.cache.v_strides, params.head_dim_v);
+    const int unit_bytes = params.cache.is_float8 ? kUnit : 2 * kUnit;
+    grid.k_cache_aligned =
+        is_aligned(params.k_cache, params.cache.k_strides, params.head_dim, unit_bytes);
+    grid.v_cache_aligned =
+        is_aligned(params.v_cache, params.cache.v_strides, params.head_dim_v, unit_bytes);
     grid.q_rotated_aligned = is_aligned(params.q_rotated, TensorStrides{}, params.head_dim);
     const int64_t items = int64_t{grid.keys(params)} + grid.values(params) + grid.queries(params);
     grid.tokens = std::max(params.seqlen_new, grid.queries(params) > 0 ? params.seqlen_q : 0);

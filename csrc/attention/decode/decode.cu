@@ -67,6 +67,12 @@ void check_sizes(const KvCacheAttentionParams& params) {
     check("cache entries", params.cache.num_entries, int64_t{1} << 30);
     check("sequences", problem.batch_size, int64_t{1} << 30);
     check("query rows times query heads", rows * problem.num_heads_q, int64_t{1} << 30);
+    if (params.cache.is_float8 && std::max(problem.head_dim, problem.head_dim_v) > 256) {
+        throw std::invalid_argument(
+            "head_dim = " + std::to_string(problem.head_dim) +
+            " and head_dim_v = " + std::to_string(problem.head_dim_v) +
+            " are not supported with a float8 cache on a GPU; they must be at most 256");
+    }
 }
 
 /// Who attends: the kernels of every card, or on capability 9.0 one of those that the copy engine

@@ -14,8 +14,9 @@ namespace decode {
 /// size cost the same.
 template <class Config>
 struct KvRows {
-    const uint16_t* k;  // of the head: entry 0 (the sequence's own without pages), row 0
-    const uint16_t* v;
+    using CacheElement = typename Config::CacheElement;
+    const CacheElement* k;  // of the head: entry 0 (the sequence's own without pages), row 0
+    const CacheElement* v;
     const int32_t* pages = nullptr;  // of the sequence; null: no pages, or none in use
     int key_begin, key_end;          // the other keys are filled with zeros and not read
     int first_position;              // of key 0
@@ -25,9 +26,9 @@ struct KvRows {
 
     __device__ __forceinline__ KvRows(const SplitParams& params, const SplitBlock& block,
                                       const KeyRange& keys, int first_row_in_tile)
-        : k(static_cast<const uint16_t*>(params.k_cache) +
+        : k(static_cast<const CacheElement*>(params.k_cache) +
             block.kv_head * params.cache.k_strides.head),
-          v(static_cast<const uint16_t*>(params.v_cache) +
+          v(static_cast<const CacheElement*>(params.v_cache) +
             block.kv_head * params.cache.v_strides.head),
           key_begin(keys.begin),
           key_end(keys.end),

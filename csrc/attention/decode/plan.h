@@ -167,8 +167,9 @@ inline SplitPlan plan_splits(const KvCacheAttentionParams& params, const SplitSh
     }
     const int64_t keys = max_visible_keys(params);
     const int64_t tiles = used_tiles * problem.num_heads_kv;
-    const double key_bytes =
-        shape.key_bytes > 0 ? shape.key_bytes : 2.0 * (problem.head_dim + problem.head_dim_v);
+    const double key_bytes = shape.key_bytes > 0 ? shape.key_bytes
+                                                 : (params.cache.is_float8 ? 1.0 : 2.0) *
+                                                       (problem.head_dim + problem.head_dim_v);
     const bool one_each = shape.more_sets > shape.sets && tiles <= shape.num_sms;
     plan.sets = one_each ? shape.more_sets : shape.sets;
     const int64_t step_keys = int64_t{shape.tile_keys} * plan.sets;

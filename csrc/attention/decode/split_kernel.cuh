@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "attention/decode/float8_products.cuh"
 #include "attention/decode/kv_pipeline.cuh"
 #include "attention/decode/packed_scores.cuh"
 #include "attention/decode/queries.cuh"
@@ -72,9 +73,17 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         if (!values_in_keys) copy_tile(pipeline.begin_values(kv, next < tiles.end));
         look_up_next();
     }
-    load_queries<Config::kHeadDim>(
-        params, block, Config::kBlockM, static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x),
-        [&](int row, int unit) { return &shared.q[row * Config::kPitch + unit * 8]; });
+    const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+    const auto q_place = [&](int row, int unit) {
+        return &shared.q[row * Config::kPitch + unit * 8];
+    };
+    if constexpr (Config::kFloat8) {
+        load_float8_queries<Config::kHeadDim>(params, block, Config::kBlockM, thread / 32,
+                                              threads / 32, key_factor<Config>(params, block),
+                                              shared.score_factor, q_place);
+    } else {
+        load_queries<Config::kHeadDim>(params, block, Config::kBlockM, thread, threads, q_place);
+    }
     const PackedRows rows(params, block, band, warp.row + warp.lane / 4);
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     __syncthreads();  // Q is there
@@ -88,6 +97,19 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
             load_a<kInner, Config::kPitch>(q_fragments[k][0], q_base, 0, k);
         }
     }
+    const auto load_q = [&](uint32_t (&a)[4], int k) {
+        if constexpr (Config::kQInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = q_fragments[k][0][i];
+        } else {
+            load_a<kInner, Config::kPitch>(a, q_base, 0, k);
+        }
+    };
+    float score_factors[2] = {1.0f, 1.0f};
+    if constexpr (Config::kFloat8) {
+        score_factors[0] = shared.score_factor[warp.row + warp.lane / 4];
+        score_factors[1] = shared.score_factor[warp.row + warp.lane / 4 + 8];
+    }
 
 #pragma unroll 1
     for (int tile = tiles.begin + warp.set; tile < tiles.end; tile += warp.sets) {
@@ -96,13 +118,21 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         // S = Q K^T, and among its products the copies of K for a tile to come
         const KeyCopy next_keys = pipeline.begin_keys(kv, next < tiles.end);
         const auto load_keys = [&](int slot) {
-            spread<KeyCopy::kSteps, kSteps * Config::kTilesN / 2>(
+            spread<KeyCopy::kSteps, kSteps * Config::kTilesN / (Config::kFloat8 ? 4 : 2)>(
                 slot, [&](int i) { next_keys.step(i); });
         };
         float acc_s[1][Config::kTilesN][4];
         clear(acc_s);
-        const uint32_t k_base = b_base<kInner, Config::kPitch>(pipeline.read_slot(), warp.lane);
-        if constexpr (Config::kQInRegisters) {
+        const uint32_t k_base = b_base<kInner, Config::kKvPitch>(pipeline.read_slot(), warp.lane);
+        if constexpr (Config::kFloat8) {
+            multiply_float8_keys<typename Config::Arch, kSteps>(
+                acc_s, load_q,
+                [&](uint32_t (&b)[4], int n, int pair) {
+                    load_b<kInner, Config::kKvPitch>(b, k_base, n, pair);
+                },
+                load_keys);
+            scale_scores(acc_s, score_factors);
+        } else if constexpr (Config::kQInRegisters) {
             gemm_from_fragments<Element, Config::kPitch>(acc_s, q_fragments, k_base, load_keys);
         } else {
             gemm<Element, kInner, Config::kPitch, kInner, Config::kPitch, kSteps>(
@@ -126,13 +156,25 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         const ValueCopy next_values =
             pipeline.begin_values(kv, !values_in_keys && next < tiles.end);
         const auto load_values = [&](int slot) {
-            spread<ValueCopy::kSteps, Config::kTilesN / 2 * Config::kTilesD / 2>(
+            spread<ValueCopy::kSteps,
+                   Config::kTilesN / 2 * Config::kTilesD / (Config::kFloat8 ? 4 : 2)>(
                 slot, [&](int i) { next_values.step(i); });
         };
         look_up_next();
-        const uint32_t v_base = b_base<kOuter, Config::kPitch>(
-            pipeline.read_slot() + static_cast<uint32_t>(warp.column * 2), warp.lane);
-        multiply_values<Element, Config::kPitch>(warp.acc_o, acc_s, v_base, load_values);
+        const uint32_t v_base = b_base<kOuter, Config::kKvPitch>(
+            pipeline.read_slot() +
+                static_cast<uint32_t>(warp.column * sizeof(typename Config::CacheElement)),
+            warp.lane);
+        if constexpr (Config::kFloat8) {
+            multiply_float8_values<typename Config::Arch>(
+                warp.acc_o, acc_s,
+                [&](uint32_t (&b)[4], int n, int k) {
+                    load_b<kOuter, Config::kKvPitch>(b, v_base, n, k);
+                },
+                load_values);
+        } else {
+            multiply_values<Element, Config::kPitch>(warp.acc_o, acc_s, v_base, load_values);
+        }
         if (!values_in_keys) ptx::cp_async_commit_group();
         pipeline.next_read();
     }
@@ -167,7 +209,7 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
     if (!tiles.empty()) {
         consume_kv_tiles(shared, warp, params, block, band, keys, tiles, full);
     }
-    share_output<Config>(shared, warp, block.num_rows);
+    share_output<Config>(shared, warp, params, block);
     store_rows<Config>(shared, warp.sets, params, block);
 }
 

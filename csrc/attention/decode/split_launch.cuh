@@ -14,13 +14,19 @@ namespace decode {
 
 /// Calls fn(config) with the kernel for this call.
 template <class Arch, int kHeadDim, int kHeadDimV, class Fn>
-void with_split_config(const AttentionProblem& problem, Fn&& fn) {
+void with_split_config(const KvCacheAttentionParams& params, Fn&& fn) {
+    const AttentionProblem& problem = params.problem;
     dispatch_bool(packed_rows_per_sequence(problem) <= 16, [&](auto few_rows) {
         constexpr bool kFewRows = decltype(few_rows)::value;
+        if constexpr (kHeadDim <= 256) {  // decode.cu refuses others
+            if (params.cache.is_float8) {
+                return fn(SplitConfig<Arch, Float16, kHeadDim, kHeadDimV, kFewRows, true>{});
+            }
+        }
         if (problem.dtype == DType::kBFloat16) {
-            fn(SplitConfig<Arch, BFloat16, kHeadDim, kHeadDimV, kFewRows>{});
+            fn(SplitConfig<Arch, BFloat16, kHeadDim, kHeadDimV, kFewRows, false>{});
         } else {
-            fn(SplitConfig<Arch, Float16, kHeadDim, kHeadDimV, kFewRows>{});
+            fn(SplitConfig<Arch, Float16, kHeadDim, kHeadDimV, kFewRows, false>{});
         }
     });
 }
@@ -45,7 +51,7 @@ SplitShape shape_of(const DeviceLimits& device) {
 template <class Arch, int kHeadDim, int kHeadDimV>
 SplitPlan plan_split(const KvCacheAttentionParams& params) {
     SplitPlan plan;
-    with_split_config<Arch, kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
+    with_split_config<Arch, kHeadDim, kHeadDimV>(params, [&](auto config) {
         using Config = decltype(config);
         plan = plan_splits(params, shape_of<Config>(attention_device_limits()));
     });
@@ -59,7 +65,7 @@ void launch_split(const KvCacheAttentionParams& params, const SplitPlan& plan,
     if (ctas == 0) return;
     const dim3 grid(grid_size("attention to a cache", ctas),
                     static_cast<unsigned>(plan.num_splits));
-    with_split_config<Arch, kHeadDim, kHeadDimV>(params.problem, [&](auto config) {
+    with_split_config<Arch, kHeadDim, kHeadDimV>(params, [&](auto config) {
         using Config = decltype(config);
         static std::atomic<uint64_t> allowed{0};
         const DeviceLimits& device = attention_device_limits();

@@ -9,10 +9,35 @@
 namespace flash_attn_norm {
 namespace decode {
 
+/// What raw products with float8 keys are to be multiplied with, and weighted sums of float8
+/// values.
+template <class Config>
+__device__ __forceinline__ float key_factor(const SplitParams& params, const SplitBlock& block) {
+    return block.batch < params.batch_size
+               ? Config::kFloat8Scale * params.cache.k_descale.of(block.batch, block.kv_head)
+               : 1.0f;
+}
+template <class Config>
+__device__ __forceinline__ float value_factor(const SplitParams& params, const SplitBlock& block) {
+    return block.batch < params.batch_size
+               ? Config::kFloat8Scale * params.cache.v_descale.of(block.batch, block.kv_head)
+               : 1.0f;
+}
+
+/// Two neighbours of a row of out.
+template <class Config>
+__device__ __forceinline__ uint32_t pack_output(const SplitParams& params, float low, float high) {
+    if (Config::kFloat8 && params.dtype == DType::kBFloat16) return BFloat16::pack(low, high);
+    return Config::Element::pack(low, high);
+}
+
 /// Puts each set's sums and output, scaled to the common maximum, into shared memory. Other warps
 /// of the CTA meet these at two barriers.
 template <class Config, class Storage, class Warp>
-__device__ __forceinline__ void share_output(Storage& shared, const Warp& warp, int num_rows) {
+__device__ __forceinline__ void share_output(Storage& shared, const Warp& warp,
+                                             const SplitParams& params, const SplitBlock& block) {
+    const int num_rows = block.num_rows;
+    const float of_values = Config::kFloat8 ? value_factor<Config>(params, block) : 1.0f;
     const int tile_row = warp.row + warp.lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -32,7 +57,7 @@ __device__ __forceinline__ void share_output(Storage& shared, const Warp& warp, 
         float top = negative_infinity(), sum = 0.0f;
         for (int set = 0; set < warp.sets; ++set) top = fmaxf(top, shared.row_max[set][row]);
         const float base = top == negative_infinity() ? 0.0f : top;
-        const float factor = ptx::ex2_approx(shared.row_max[warp.set][row] - base);
+        const float factor = ptx::ex2_approx(shared.row_max[warp.set][row] - base) * of_values;
         if (warp.set == 0 && warp.column == 0 && warp.lane % 4 == 0) {
             for (int set = 0; set < warp.sets; ++set) {
                 sum += shared.row_sum[set][row] * ptx::ex2_approx(shared.row_max[set][row] - base);
@@ -40,12 +65,20 @@ __device__ __forceinline__ void share_output(Storage& shared, const Warp& warp, 
             shared.total_max[row] = top;
             shared.total_sum[row] = sum;
         }
-        float* out =
-            shared.out(warp.set) + row * Config::kPitchOut + warp.column + 2 * (warp.lane % 4);
+        float* out = shared.out(warp.set) + row * Config::kPitchOut + warp.column;
+        const auto entry = [&](int d, int e) { return warp.acc_o[0][d][2 * r + e] * factor; };
+        const int place = warp.lane % 4;
 #pragma unroll
-        for (int d = 0; d < Config::kTilesD; ++d) {
-            *reinterpret_cast<float2*>(out + 8 * d) =
-                make_float2(warp.acc_o[0][d][2 * r] * factor, warp.acc_o[0][d][2 * r + 1] * factor);
+        for (int d = 0; d < Config::kTilesD; d += 2) {
+            if constexpr (Config::kFloat8) {  // even and odd columns
+                *reinterpret_cast<float4*>(out + 8 * d + 4 * place) =
+                    make_float4(entry(d, 0), entry(d + 1, 0), entry(d, 1), entry(d + 1, 1));
+            } else {
+                *reinterpret_cast<float2*>(out + 8 * d + 2 * place) =
+                    make_float2(entry(d, 0), entry(d, 1));
+                *reinterpret_cast<float2*>(out + 8 * (d + 1) + 2 * place) =
+                    make_float2(entry(d + 1, 0), entry(d + 1, 1));
+            }
         }
     }
     __syncthreads();
@@ -73,7 +106,6 @@ __device__ __forceinline__ void sum_of_sets(Storage& shared, int sets, int row, 
 template <class Config, class Storage>
 __device__ __forceinline__ void store_rows(Storage& shared, int sets, const SplitParams& params,
                                            const SplitBlock& block) {
-    using Element = typename Config::Element;
     constexpr int kUnits = Config::kHeadDimV / 8;
     const bool covered = block.batch < params.batch_size;
 #pragma unroll 1
@@ -92,9 +124,11 @@ __device__ __forceinline__ void store_rows(Storage& shared, int sets, const Spli
                                              packed.head)] = lse;
             }
             sum_of_sets<Config>(shared, sets, tile_row, unit, normalizer, values);
-            reinterpret_cast<uint4*>(params.out)[row * params.head_units_v + unit] = make_uint4(
-                Element::pack(values[0], values[1]), Element::pack(values[2], values[3]),
-                Element::pack(values[4], values[5]), Element::pack(values[6], values[7]));
+            reinterpret_cast<uint4*>(params.out)[row * params.head_units_v + unit] =
+                make_uint4(pack_output<Config>(params, values[0], values[1]),
+                           pack_output<Config>(params, values[2], values[3]),
+                           pack_output<Config>(params, values[4], values[5]),
+                           pack_output<Config>(params, values[6], values[7]));
         } else {
             const int64_t place = int64_t{blockIdx.y} * params.total_rows + row;
             const bool seen = total.sum > 0.0f;

@@ -25,8 +25,10 @@ struct SplitParams {
     int batch_size = 0;
     int seqlen_q = 0;  // dense
     int num_splits = 1;
-    int head_units = 0, head_units_v = 0;   // 16-byte units of a row
-    const int32_t* cu_seqlens_q = nullptr;  // [batch_size + 1]; null: dense
+    int head_units = 0, head_units_v = 0;    // 16-byte units of a row of q and of out
+    int cache_units = 0, cache_units_v = 0;  // of the cache
+    DType dtype = DType::kBFloat16;          // of q and out
+    const int32_t* cu_seqlens_q = nullptr;   // [batch_size + 1]; null: dense
     int64_t total_q = 0;
 
     int window_left = -1, window_right = -1;  // -1: all
@@ -65,6 +67,10 @@ struct SplitParams {
         p.num_splits = plan.num_splits;
         p.head_units = problem.head_dim / 8;
         p.head_units_v = problem.head_dim_v / 8;
+        const int unit_columns = params.cache.is_float8 ? 16 : 8;
+        p.cache_units = (problem.head_dim + unit_columns - 1) / unit_columns;
+        p.cache_units_v = (problem.head_dim_v + unit_columns - 1) / unit_columns;
+        p.dtype = problem.dtype;
         p.cu_seqlens_q = problem.cu_seqlens_q;
         p.total_q = problem.total_q;
         p.window_left = window(problem.window_left);

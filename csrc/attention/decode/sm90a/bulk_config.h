@@ -14,8 +14,8 @@ namespace decode {
 /// CTAs of the largest cluster. 9.0 has larger ones, but few of them fit the card at a time.
 constexpr int kMaxClusterSplits = 8;
 
-FAN_HOST_DEVICE constexpr int bulk_tile_keys(int head_dim) {
-    return head_dim <= 128 ? 64 : 32;
+FAN_HOST_DEVICE constexpr int bulk_tile_keys(int head_dim, bool is_float8) {
+    return (head_dim <= 128 ? 64 : 32) * (is_float8 ? 2 : 1);
 }
 
 /// Rows that can be copied at a time: as many as lie together and divide a tile; 0: fewer than 32,
@@ -26,17 +26,21 @@ inline int bulk_copy_rows(const KvCacheLayout& cache, int tile_keys) {
     return rows >= 32 ? rows : 0;
 }
 
-/// The split kernel for few rows of capability 9.0: an element type and a size class of the head
-/// dims. One warp has the copy engine bring tiles of kTileKeys keys and their values; kSetsPerTile
-/// warps, sets of their own, share a tile, 16 keys each, and take turns at the tiles with others.
-template <class Element_, int kHeadDim_>
+/// The split kernel for few rows of capability 9.0: the element type of the products, a size class
+/// of the head dims, and whether the cache is float8. One warp has the copy engine bring tiles of
+/// kTileKeys keys and their values; kSetsPerTile warps, sets of their own, share a tile, kSetKeys
+/// keys each, and take turns at the tiles with others.
+template <class Element_, int kHeadDim_, bool kFloat8_>
 struct BulkConfig {
     using Element = Element_;
+    static constexpr bool kFloat8 = kFloat8_;
+    static constexpr float kFloat8Scale = Sm90::kFloat8Scale;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDim_;
     static constexpr int kBlockM = 16;
-    static constexpr int kTileKeys = bulk_tile_keys(kHeadDim);
-    static constexpr int kSetsPerTile = kTileKeys / 16;
+    static constexpr int kTileKeys = bulk_tile_keys(kHeadDim, kFloat8);
+    static constexpr int kSetKeys = kFloat8 ? 32 : 16;
+    static constexpr int kSetsPerTile = kTileKeys / kSetKeys;
     /// Sets of a CTA, kMaxSets where one on each multiprocessor is enough for a call; and tiles of
     /// keys, and as many of values, in shared memory. Two CTAs of kSets fit a multiprocessor up to
     /// 128 columns. (More than 8 warps have 168 registers a thread, too few for more columns.)
@@ -49,9 +53,9 @@ struct BulkConfig {
     static constexpr bool kQInRegisters = kHeadDim <= 192;
     static constexpr int kPitch = kHeadDim + 8;     // of Q in shared memory: see pitch_of
     static constexpr int kPitchOut = kHeadDim + 8;  // of float32: see SplitSharedStorage
-    static constexpr int kTilesN = 2;               // of a set's keys, 8 each
+    static constexpr int kTilesN = kSetKeys / 8;
     static constexpr int kTilesD = kHeadDim / 8;
-    using Tile = sm90::TileLayout<kTileKeys, kHeadDim>;
+    using Tile = sm90::TileLayout<kTileKeys, kFloat8 ? kHeadDim / 2 : kHeadDim>;  // in 16 bits
     FAN_HOST_DEVICE static constexpr int stages(int sets) {
         return sets == kMaxSets ? kMaxStages : kStages;
     }
@@ -75,6 +79,7 @@ struct alignas(1024) BulkSharedStorage {
     float row_sum[Config::kMaxSets][Config::kBlockM];
     float total_max[Config::kBlockM];  // over all sets
     float total_sum[Config::kBlockM];
+    float score_factor[Config::kFloat8 ? Config::kBlockM : 1];  // see load_float8_queries
     alignas(16) uint16_t q[Config::kBlockM * Config::kPitch];
     /// What this CTA adds up of its cluster's outputs, from each CTA of it; their totals.
     alignas(16) float4 part[Config::kBlockM * Config::kHeadDimV / 4 + kMaxClusterSplits];

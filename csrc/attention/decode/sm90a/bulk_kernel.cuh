@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "attention/decode/float8_products.cuh"
 #include "attention/decode/packed_scores.cuh"
 #include "attention/decode/queries.cuh"
 #include "attention/decode/sm90a/bulk_config.h"
@@ -36,13 +37,13 @@ struct BulkWarp {
     }
 };
 
-/// Zeros in place of values that no row sees, which may be anything: 16 rows from `first` on.
+/// Zeros in place of values that no row sees, which may be anything: a set's rows, from `first` on.
 template <class Config>
 __device__ __forceinline__ void clear_unseen_values(unsigned char* tile, int first, int position,
                                                     const KeyRange& positions, int lane) {
     using Tile = typename Config::Tile;
-    for (int i = lane; i < 16 * Tile::kChunks * Tile::kUnitsPerRow; i += 32) {
-        const int row = i % 16, unit = i / 16;
+    for (int i = lane; i < Config::kSetKeys * Tile::kChunks * Tile::kUnitsPerRow; i += 32) {
+        const int row = i % Config::kSetKeys, unit = i / Config::kSetKeys;
         if (position + row >= positions.begin && position + row < positions.end) continue;
         *reinterpret_cast<uint4*>(tile + Tile::unit_offset(first + row, unit)) =
             make_uint4(0, 0, 0, 0);
@@ -63,10 +64,18 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
     using Tile = typename Config::Tile;
     constexpr int kSteps = Config::kHeadDim / 16;
     const int stages = Config::stages(warp.sets), groups = warp.sets / Config::kSetsPerTile;
-    const int first_row = warp.set % Config::kSetsPerTile * 16;
-    load_queries<Config::kHeadDim>(
-        params, block, Config::kBlockM, static_cast<int>(threadIdx.x), 32 * warp.sets,
-        [&](int row, int unit) { return &shared.q[row * Config::kPitch + unit * 8]; });
+    const int first_row = warp.set % Config::kSetsPerTile * Config::kSetKeys;
+    const auto q_place = [&](int row, int unit) {
+        return &shared.q[row * Config::kPitch + unit * 8];
+    };
+    if constexpr (Config::kFloat8) {
+        load_float8_queries<Config::kHeadDim>(params, block, Config::kBlockM, warp.set, warp.sets,
+                                              key_factor<Config>(params, block),
+                                              shared.score_factor, q_place);
+    } else {
+        load_queries<Config::kHeadDim>(params, block, Config::kBlockM,
+                                       static_cast<int>(threadIdx.x), 32 * warp.sets, q_place);
+    }
     const PackedRows rows(params, block, band, warp.lane / 4);
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     ptx::bar_sync(1, 32 * warp.sets);  // Q is there
@@ -81,16 +90,27 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) load_q(q_fragments[k], k);
     }
+    const auto fragment_of_q = [&](uint32_t (&a)[4], int k) {
+        if constexpr (Config::kQInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = q_fragments[k][i];
+        } else {
+            load_q(a, k);
+        }
+    };
 
-    // This lane's addresses for ldmatrix in a tile at 0; other units of a chunk differ in two bits
+    // This lane's addresses for ldmatrix in a tile at 0; other units of a chunk differ in two bits,
+    // or in one where a chunk has two pairs of units
     const uint32_t k_lane = static_cast<uint32_t>(
         Tile::unit_offset(first_row + warp.lane % 8 + warp.lane / 16 * 8, warp.lane / 8 % 2));
     const uint32_t v_lane =
         static_cast<uint32_t>(Tile::unit_offset(first_row + warp.lane % 16, warp.lane / 16));
     const auto at_pair = [](uint32_t address, int pair) {  // of units
-        return (address ^ static_cast<uint32_t>(pair % 4 * 32)) +
-               static_cast<uint32_t>(pair / 4 * Tile::kChunkBytes);
+        constexpr int kPairs = Tile::kUnitsPerRow / 2;
+        return (address ^ static_cast<uint32_t>(pair % kPairs * 32)) +
+               static_cast<uint32_t>(pair / kPairs * Tile::kChunkBytes);
     };
+    constexpr uint32_t kSixteenKeys = 16 * Tile::kRowBytes;
     unsigned char* const ring = shared.tiles();
     const uint32_t ring_address = ptx::shared_address(ring);
     int stage = warp.set / Config::kSetsPerTile;
@@ -105,14 +125,25 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         float acc_s[1][Config::kTilesN][4];
         clear(acc_s);
         ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
+        const uint32_t keys = ring_address + offset + k_lane;
+        if constexpr (Config::kFloat8) {
+            multiply_float8_keys<Sm90, kSteps>(
+                acc_s, fragment_of_q,
+                [&](uint32_t (&b)[4], int n, int pair) {
+                    ptx::ldmatrix_x4(b, at_pair(keys, pair) + n * kSixteenKeys);
+                },
+                Nothing{});
+            const float* const factors = shared.score_factor + warp.lane / 4;  // no registers left
+            scale_scores(acc_s, {factors[0], factors[8]});
+        } else {
 #pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-            uint32_t b[4];
-            ptx::ldmatrix_x4(b, at_pair(ring_address + offset + k_lane, k));
-            if constexpr (!Config::kQInRegisters) load_q(q_fragments[0], k);
-            const auto& a = q_fragments[Config::kQInRegisters ? k : 0];
-            Element::mma(acc_s[0][0], a, b[0], b[1]);
-            Element::mma(acc_s[0][1], a, b[2], b[3]);
+            for (int k = 0; k < kSteps; ++k) {
+                uint32_t a[4], b[4];
+                ptx::ldmatrix_x4(b, at_pair(keys, k));
+                fragment_of_q(a, k);
+                Element::mma(acc_s[0][0], a, b[0], b[1]);
+                Element::mma(acc_s[0][1], a, b[2], b[3]);
+            }
         }
         if (warp.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.k_empty[stage]));
 
@@ -121,26 +152,36 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         const int first_key = position - block.first_position;
         const int key = first_key + 2 * (warp.lane % 4);
         if (rows.has_terms) rows.apply_terms(acc_s, key);
-        const bool is_whole = first_key >= full.begin && first_key + 16 <= full.end;
+        const bool is_whole = first_key >= full.begin && first_key + Config::kSetKeys <= full.end;
         if (!is_whole) rows.apply_mask(acc_s, key);
         update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
 
         // O += P V
-        const uint32_t p[4] = {Element::pack(acc_s[0][0][0], acc_s[0][0][1]),
-                               Element::pack(acc_s[0][0][2], acc_s[0][0][3]),
-                               Element::pack(acc_s[0][1][0], acc_s[0][1][1]),
-                               Element::pack(acc_s[0][1][2], acc_s[0][1][3])};
         ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);
         if (!is_whole) {
             clear_unseen_values<Config>(ring + offset + Tile::kBytes, first_row, position,
                                         positions, warp.lane);
         }
+        const uint32_t values = ring_address + offset + Tile::kBytes + v_lane;
+        if constexpr (Config::kFloat8) {
+            multiply_float8_values<Sm90>(
+                warp.acc_o, acc_s,
+                [&](uint32_t (&b)[4], int n, int k) {
+                    ptx::ldmatrix_x4_trans(b, at_pair(values, n) + k * kSixteenKeys);
+                },
+                Nothing{});
+        } else {
+            const uint32_t p[4] = {Element::pack(acc_s[0][0][0], acc_s[0][0][1]),
+                                   Element::pack(acc_s[0][0][2], acc_s[0][0][3]),
+                                   Element::pack(acc_s[0][1][0], acc_s[0][1][1]),
+                                   Element::pack(acc_s[0][1][2], acc_s[0][1][3])};
 #pragma unroll
-        for (int n = 0; n < Config::kTilesD / 2; ++n) {
-            uint32_t b[4];
-            ptx::ldmatrix_x4_trans(b, at_pair(ring_address + offset + Tile::kBytes + v_lane, n));
-            Element::mma(warp.acc_o[0][2 * n], p, b[0], b[1]);
-            Element::mma(warp.acc_o[0][2 * n + 1], p, b[2], b[3]);
+            for (int n = 0; n < Config::kTilesD / 2; ++n) {
+                uint32_t b[4];
+                ptx::ldmatrix_x4_trans(b, at_pair(values, n));
+                Element::mma(warp.acc_o[0][2 * n], p, b[0], b[1]);
+                Element::mma(warp.acc_o[0][2 * n + 1], p, b[2], b[3]);
+            }
         }
         __syncwarp();
         if (warp.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.v_empty[stage]));
@@ -197,7 +238,7 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
         if (!tiles.empty()) {
             consume_kv_tiles(shared, warp, params, block, band, positions, tiles, full);
         }
-        share_output<Config>(shared, warp, block.num_rows);
+        share_output<Config>(shared, warp, params, block);
     }
     if (bulk.in_cluster) {
         store_output_of_cluster<Config>(shared, sets, params, block);

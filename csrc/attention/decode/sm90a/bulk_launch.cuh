@@ -12,20 +12,39 @@
 namespace flash_attn_norm {
 namespace decode {
 
-template <int kHeadDim>
-SplitPlan plan_bulk(const KvCacheAttentionParams& params) {
-    using Config = BulkConfig<BFloat16, kHeadDim>;  // the types are alike
+/// Calls fn(config) with the kernel for this call.
+template <int kHeadDim, class Fn>
+void with_bulk_config(const KvCacheAttentionParams& params, Fn&& fn) {
+    if (params.cache.is_float8) {
+        fn(BulkConfig<Float16, kHeadDim, true>{});
+    } else if (params.problem.dtype == DType::kBFloat16) {
+        fn(BulkConfig<BFloat16, kHeadDim, false>{});
+    } else {
+        fn(BulkConfig<Float16, kHeadDim, false>{});
+    }
+}
+
+template <class Config>
+SplitShape bulk_shape() {
     const DeviceLimits& device = attention_device_limits();
     SplitShape shape;
     shape.block_m = Config::kBlockM;
-    shape.tile_keys = 16;
+    shape.tile_keys = Config::kSetKeys;
     shape.sets = Config::kSets;
     shape.more_sets = Config::kMaxSets;
     shape.num_sms = device.num_sms;
     shape.ctas_per_sm =
         device.shared_per_sm / (BulkSharedStorage<Config>::bytes(Config::kSets) + kReservedShared);
     shape.max_cluster = kMaxClusterSplits;
-    return plan_splits(params, shape);
+    return shape;
+}
+
+template <int kHeadDim>
+SplitPlan plan_bulk(const KvCacheAttentionParams& params) {
+    SplitPlan plan;
+    with_bulk_config<kHeadDim>(
+        params, [&](auto config) { plan = plan_splits(params, bulk_shape<decltype(config)>()); });
+    return plan;
 }
 
 template <class Config>
@@ -36,9 +55,9 @@ void launch_bulk_config(const KvCacheAttentionParams& params, const SplitPlan& p
     bulk.in_cluster = plan.in_cluster;
     bulk.copy_rows = bulk_copy_rows(params.cache, Config::kTileKeys);
     bulk.map_k = cache_map(params, params.k_cache, params.cache.k_strides, params.problem.head_dim,
-                           bulk.copy_rows);
+                           bulk.copy_rows, Config::Tile::kChunkColumns);
     bulk.map_v = cache_map(params, params.v_cache, params.cache.v_strides,
-                           params.problem.head_dim_v, bulk.copy_rows);
+                           params.problem.head_dim_v, bulk.copy_rows, Config::Tile::kChunkColumns);
     static std::atomic<uint64_t> allowed{0};
     const void* const kernel = reinterpret_cast<const void*>(bulk_split_kernel<Config>);
     const DeviceLimits& device = attention_device_limits();
@@ -54,11 +73,9 @@ template <int kHeadDim>
 void launch_bulk(const KvCacheAttentionParams& params, const SplitPlan& plan,
                  const SplitParams& split_params, cudaStream_t stream) {
     if (plan.row_tiles == 0) return;
-    if (params.problem.dtype == DType::kBFloat16) {
-        launch_bulk_config<BulkConfig<BFloat16, kHeadDim>>(params, plan, split_params, stream);
-    } else {
-        launch_bulk_config<BulkConfig<Float16, kHeadDim>>(params, plan, split_params, stream);
-    }
+    with_bulk_config<kHeadDim>(params, [&](auto config) {
+        launch_bulk_config<decltype(config)>(params, plan, split_params, stream);
+    });
 }
 
 }  // namespace decode

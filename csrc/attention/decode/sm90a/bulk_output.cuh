@@ -30,7 +30,6 @@ template <class Config>
 __device__ __forceinline__ void store_output_of_cluster(BulkSharedStorage<Config>& shared, int sets,
                                                         const SplitParams& params,
                                                         const SplitBlock& block) {
-    using Element = typename Config::Element;
     const int rank = static_cast<int>(ptx::cluster_cta_rank()), size = params.num_splits;
     const int rows = min(block.num_rows, Config::kBlockM), units = params.head_units_v * 2;
     const int items = rows * units, share = (items + size - 1) / size;
@@ -81,8 +80,8 @@ __device__ __forceinline__ void store_output_of_cluster(BulkSharedStorage<Config
         }
         const int64_t place = (block.row_q + packed.row) * params.num_heads_q + packed.head;
         static_cast<uint2*>(params.out)[place * units + unit] =
-            make_uint2(Element::pack(sum.x * normalizer, sum.y * normalizer),
-                       Element::pack(sum.z * normalizer, sum.w * normalizer));
+            make_uint2(pack_output<Config>(params, sum.x * normalizer, sum.y * normalizer),
+                       pack_output<Config>(params, sum.z * normalizer, sum.w * normalizer));
     }
 }
 

@@ -18,7 +18,7 @@ void launch_latent_config(const KvCacheAttentionParams& params, const SplitPlan&
     LatentParams latent;
     latent.split = split_params;
     latent.map = cache_map(params, params.k_cache, params.cache.k_strides, params.problem.head_dim,
-                           Config::kTileKeys);
+                           Config::kTileKeys, Config::KTile::kChunkColumns);
     static std::atomic<uint64_t> allowed{0};
     const DeviceLimits& device = attention_device_limits();
     allow_shared_memory(reinterpret_cast<const void*>(latent_split_kernel<Config>),
