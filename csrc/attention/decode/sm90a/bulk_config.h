@@ -18,12 +18,12 @@ FAN_HOST_DEVICE constexpr int bulk_tile_keys(int head_dim, bool is_float8) {
     return (head_dim <= 128 ? 64 : 32) * (is_float8 ? 2 : 1);
 }
 
-/// Rows that can be copied at a time: as many as lie together and divide a tile; 0: fewer than 32,
-/// too few for a single warp to keep the copy engine busy (docs/decode.md).
+/// Rows that can be copied at a time: as many as lie together and divide a tile; 0: fewer than 16,
+/// too few for the copy engine (docs/decode.md), or more copies of a tile than a warp has lanes.
 inline int bulk_copy_rows(const KvCacheLayout& cache, int tile_keys) {
     int rows = tile_keys;
-    while (cache.is_paged && rows >= 32 && cache.entry_rows % rows != 0) rows /= 2;
-    return rows >= 32 ? rows : 0;
+    while (cache.is_paged && rows >= 16 && cache.entry_rows % rows != 0) rows /= 2;
+    return rows >= 16 ? rows : 0;
 }
 
 /// The split kernel for few rows of capability 9.0: the element type of the products, a size class
@@ -56,6 +56,7 @@ struct BulkConfig {
     static constexpr int kTilesN = kSetKeys / 8;
     static constexpr int kTilesD = kHeadDim / 8;
     using Tile = sm90::TileLayout<kTileKeys, kFloat8 ? kHeadDim / 2 : kHeadDim>;  // in 16 bits
+    static_assert(kTileKeys / 16 * Tile::kChunks <= 32, "see bulk_copy_rows");
     FAN_HOST_DEVICE static constexpr int stages(int sets) {
         return sets == kMaxSets ? kMaxStages : kStages;
     }

@@ -27,24 +27,21 @@ __device__ __forceinline__ void load_latent_tiles(const LatentParams& latent,
                                                   const KeyRange& positions,
                                                   const KeyRange& tiles) {
     using Tile = typename Config::KTile;
-    TilePlaces places(latent.split, block, Config::kTileKeys);
+    const TileCopies<Tile> copies(latent.split, block, positions, Config::kTileKeys);
+    auto next = copies.find(tiles.begin);
     int stage = 0;
     uint32_t parity = 1;  // the stages are free at first
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-        int entry, row;
-        places.find(latent.split, positions, tile, tile - tiles.begin, entry, row);
+        const auto place = next;
+        next = copies.find(tile + 1);  // a read of the page table, begun a tile ahead
+        const uint32_t full = ptx::shared_address(&shared.full[stage]);
         if (threadIdx.x % 32 == 0) {
-            const uint32_t full = ptx::shared_address(&shared.full[stage]);
-            const uint32_t slot = ptx::shared_address(shared.kv[stage]);
             ptx::mbarrier_wait(ptx::shared_address(&shared.empty[stage]), parity);
             ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
-#pragma unroll 1
-            for (int c = 0; c < Tile::kChunks; ++c) {
-                ptx::tma_load_4d(slot + static_cast<uint32_t>(c * Tile::kChunkBytes), &latent.map,
-                                 full, c * Tile::kChunkColumns, row, block.kv_head, entry);
-            }
         }
+        __syncwarp();
+        copies.copy(place, &latent.map, ptx::shared_address(shared.kv[stage]), full);
         __syncwarp();
         if (++stage == Config::kStages) stage = 0, parity ^= 1;
     }

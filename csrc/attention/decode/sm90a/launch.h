@@ -8,7 +8,7 @@ namespace flash_attn_norm {
 namespace decode {
 
 /// The kernels of capability 9.0 that the copy engine feeds. Whether they take a call's shapes:
-/// few rows with head dims up to 256 and pages of a multiple of 32 rows, or latent attention and
+/// few rows with head dims up to 256 and pages of a multiple of 16 rows, or latent attention and
 /// pages of a multiple of 64.
 bool bulk_takes_shapes(const KvCacheAttentionParams& params);
 bool latent_takes_shapes(const KvCacheAttentionParams& params);
