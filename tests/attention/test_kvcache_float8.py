@@ -304,12 +304,17 @@ def test_every_number_as_a_key(kernel, place):
     assert_within("softmax_lse", lse.flatten(), 0.5 * cache.float().flatten(), 1e-4)
 
 
+@pytest.mark.parametrize("num_splits", [1, 2, 12])
+@pytest.mark.parametrize("page_size", [None, 5])
 @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_nan_in_a_row_that_is_seen_stays_nan(kernel, place, name):
-    case = make_float8_case(place, [80, 80], heads=(2, 2))
-    case[name].view(torch.uint8)[1, 50, 1, 7] = 0xFF
-    del case["k_descale"], case["v_descale"]
-    nan = kernel.flash_attn_with_kvcache(**case).isnan()
+def test_nan_in_a_row_that_is_seen_stays_nan(kernel, place, name, page_size, num_splits):
+    descales = ("none", "none")
+    case = make_float8_case(
+        place, [3000, 3000], heads=(2, 2), page_size=page_size, descales=descales
+    )
+    where = rows_of(case, case[name], 1, 3000)
+    case[name].view(torch.uint8)[where[0][1900], where[1][1900], 1, 7] = 0xFF
+    nan = kernel.flash_attn_with_kvcache(**case, num_splits=num_splits).isnan()
     assert not nan[0].any()
     assert not nan[1, :, 0].any()
     assert nan[1, :, 1, 7].all()

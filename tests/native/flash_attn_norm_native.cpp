@@ -18,6 +18,7 @@
 #include "attention/cpu/half_types.h"
 #include "attention/decode/row_tiles.h"
 #include "attention/dropout.h"
+#include "attention/float8.h"
 #include "attention/kv_cache.h"
 #include "attention/mask.h"
 #include "attention/params.h"
@@ -368,4 +369,11 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
     module.def("float_to_fp16", &cpu::float_to_fp16);
     module.def("bf16_to_float", &cpu::bf16_to_float);
     module.def("float_to_bf16", &cpu::float_to_bf16);
+    module.def("e4m3_to_float", &e4m3_to_float);
+    module.def("float_to_e4m3", &float_to_e4m3);
+    module.def("e4m3_to_scaled_float16", [](uint32_t word) {
+        uint32_t even, odd;
+        e4m3_to_scaled_float16(word, even, odd);
+        return std::make_pair(even, odd);
+    });
 }

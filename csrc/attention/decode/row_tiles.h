@@ -60,6 +60,25 @@ struct SplitBlock {
     }
 };
 
+/// The keys of a block's rows.
+struct BlockKeys {
+    KeyBand band;
+    KeyRange seen;       // by some row of the block
+    KeyRange full;       // by all of them
+    KeyRange positions;  // of those that some row sees, in the cache
+
+    FAN_HOST_DEVICE BlockKeys(const SplitParams& params, const SplitBlock& block, int block_m)
+        : band{block.seqlen_k - block.seqlen_q, block.seqlen_k, params.window_left,
+               params.window_right} {
+        const int count = block.num_rows < block_m ? block.num_rows : block_m;
+        const int first = block.packed_row(params.group_size, 0).row;
+        const int last = block.packed_row(params.group_size, count - 1).row;
+        seen = KeyRange{band.begin(first), band.end(last)};
+        full = KeyRange{band.begin(last), band.end(first)};
+        positions = KeyRange{seen.begin + block.first_position, seen.end + block.first_position};
+    }
+};
+
 /// The first row tile of packed sequence `batch`.
 FAN_HOST_DEVICE int first_row_tile(const SplitParams& params, int batch, int block_m) {
     const int64_t row = params.cu_seqlens_q[batch];

@@ -28,6 +28,12 @@ struct RowTotal {
     float max = 0.0f;  // base 2; -inf without a key
     float sum = 0.0f;
 
+    __device__ __forceinline__ bool has_keys() const { return sum != 0.0f; }  // NaN stays
+    /// Of a part of the keys.
+    __device__ __forceinline__ float lse_log2() const {
+        return has_keys() ? max + ptx::lg2_approx(sum) : negative_infinity();
+    }
+
     /// As OnlineSoftmax::finish: the LSE in natural units, and the factor of the output.
     __device__ __forceinline__ float finish(float sink, float& normalizer) const {
         if (sum == 0.0f) {

@@ -40,14 +40,12 @@ struct SplitWarp {
     }
 };
 
-/// O += softmax(Q K^T) V over the set's tiles of `tiles`: every sets-th one. `full`: keys that all
-/// rows of the block see.
+/// O += softmax(Q K^T) V over the set's tiles of `tiles`: every sets-th one.
 template <class Config>
 __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& shared,
                                                  SplitWarp<Config>& warp, const SplitParams& params,
-                                                 const SplitBlock& block, const KeyBand& band,
-                                                 const KeyRange& keys, const KeyRange& tiles,
-                                                 const KeyRange& full) {
+                                                 const SplitBlock& block, const BlockKeys& keys,
+                                                 const KeyRange& tiles) {
     using Element = typename Config::Element;
     constexpr int kSteps = Config::kHeadDim / 16;
     constexpr Layout kInner = Layout::kContractionInner;
@@ -56,7 +54,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
     using ValueCopy = typename KvPipeline<Config>::ValueCopy;
     const bool values_in_keys = Config::kMayShareRows && params.values_in_keys;
 
-    KvRows<Config> kv(params, block, keys, warp.first_key);
+    KvRows<Config> kv(params, block, keys.seen, warp.first_key);
     KvPipeline<Config> pipeline(params, shared.ring(warp.set));
     int next = tiles.begin + warp.set;  // the tile to load
     const auto look_up_next = [&] {
@@ -84,7 +82,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
     } else {
         load_queries<Config::kHeadDim>(params, block, Config::kBlockM, thread, threads, q_place);
     }
-    const PackedRows rows(params, block, band, warp.row + warp.lane / 4);
+    const PackedRows rows(params, block, keys.band, warp.row + warp.lane / 4);
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     __syncthreads();  // Q is there
 
@@ -143,7 +141,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
         const int first_key = tile * Config::kTileKeys, key = first_key + 2 * (warp.lane % 4);
         if (rows.has_terms) rows.apply_terms(acc_s, key);
-        if (first_key < full.begin || first_key + Config::kTileKeys > full.end) {
+        if (first_key < keys.full.begin || first_key + Config::kTileKeys > keys.full.end) {
             rows.apply_mask(acc_s, key);
         }
         update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
@@ -195,19 +193,13 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
     }
     SplitBlock block;
     if (!find_block(params, blockIdx.x, Config::kBlockM, block)) return;
-    const KeyBand band{block.seqlen_k - block.seqlen_q, block.seqlen_k, params.window_left,
-                       params.window_right};
-    const int count = min(block.num_rows, Config::kBlockM);
-    const int first = block.packed_row(params.group_size, 0).row;
-    const int last = block.packed_row(params.group_size, count - 1).row;
-    const KeyRange keys{band.begin(first), band.end(last)};
-    const KeyRange full{band.begin(last), band.end(first)};
+    const BlockKeys keys(params, block, Config::kBlockM);
 
     SplitWarp<Config> warp;
-    const KeyRange tiles = split_tiles(keys, Config::kTileKeys, warp.sets,
+    const KeyRange tiles = split_tiles(keys.seen, Config::kTileKeys, warp.sets,
                                        static_cast<int>(blockIdx.y), params.num_splits);
     if (!tiles.empty()) {
-        consume_kv_tiles(shared, warp, params, block, band, keys, tiles, full);
+        consume_kv_tiles(shared, warp, params, block, keys, tiles);
     }
     share_output<Config>(shared, warp, params, block);
     store_rows<Config>(shared, warp.sets, params, block);

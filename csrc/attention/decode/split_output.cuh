@@ -131,12 +131,8 @@ __device__ __forceinline__ void store_rows(Storage& shared, int sets, const Spli
                            pack_output<Config>(params, values[6], values[7]));
         } else {
             const int64_t place = int64_t{blockIdx.y} * params.total_rows + row;
-            const bool seen = total.sum > 0.0f;
-            if (unit == 0) {
-                params.partial_lse[place] =
-                    seen ? total.max + ptx::lg2_approx(total.sum) : negative_infinity();
-            }
-            if (!seen) continue;
+            if (unit == 0) params.partial_lse[place] = total.lse_log2();
+            if (!total.has_keys()) continue;
             sum_of_sets<Config>(shared, sets, tile_row, unit, ptx::rcp_approx(total.sum), values);
             float4* out = reinterpret_cast<float4*>(params.partial_out) +
                           (place * params.head_units_v + unit) * 2;

@@ -52,14 +52,12 @@ __device__ __forceinline__ void clear_unseen_values(unsigned char* tile, int fir
     __syncwarp();
 }
 
-/// O += softmax(Q K^T) V over every second or so of the tiles: see BulkConfig. `full`: keys that
-/// all rows of the block see; positions: where keys lie that some row sees.
+/// O += softmax(Q K^T) V over every second or so of the tiles: see BulkConfig.
 template <class Config>
 __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shared,
                                                  BulkWarp<Config>& warp, const SplitParams& params,
-                                                 const SplitBlock& block, const KeyBand& band,
-                                                 const KeyRange& positions, const KeyRange& tiles,
-                                                 const KeyRange& full) {
+                                                 const SplitBlock& block, const BlockKeys& keys,
+                                                 const KeyRange& tiles) {
     using Element = typename Config::Element;
     using Tile = typename Config::Tile;
     constexpr int kSteps = Config::kHeadDim / 16;
@@ -76,7 +74,7 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         load_queries<Config::kHeadDim>(params, block, Config::kBlockM,
                                        static_cast<int>(threadIdx.x), 32 * warp.sets, q_place);
     }
-    const PackedRows rows(params, block, band, warp.lane / 4);
+    const PackedRows rows(params, block, keys.band, warp.lane / 4);
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     ptx::bar_sync(1, 32 * warp.sets);  // Q is there
 
@@ -125,12 +123,12 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         float acc_s[1][Config::kTilesN][4];
         clear(acc_s);
         ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
-        const uint32_t keys = ring_address + offset + k_lane;
+        const uint32_t k_tile = ring_address + offset + k_lane;
         if constexpr (Config::kFloat8) {
             multiply_float8_keys<Sm90, kSteps>(
                 acc_s, fragment_of_q,
                 [&](uint32_t (&b)[4], int n, int pair) {
-                    ptx::ldmatrix_x4(b, at_pair(keys, pair) + n * kSixteenKeys);
+                    ptx::ldmatrix_x4(b, at_pair(k_tile, pair) + n * kSixteenKeys);
                 },
                 Nothing{});
             const float* const factors = shared.score_factor + warp.lane / 4;  // no registers left
@@ -139,7 +137,7 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
                 uint32_t a[4], b[4];
-                ptx::ldmatrix_x4(b, at_pair(keys, k));
+                ptx::ldmatrix_x4(b, at_pair(k_tile, k));
                 fragment_of_q(a, k);
                 Element::mma(acc_s[0][0], a, b[0], b[1]);
                 Element::mma(acc_s[0][1], a, b[2], b[3]);
@@ -152,7 +150,8 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         const int first_key = position - block.first_position;
         const int key = first_key + 2 * (warp.lane % 4);
         if (rows.has_terms) rows.apply_terms(acc_s, key);
-        const bool is_whole = first_key >= full.begin && first_key + Config::kSetKeys <= full.end;
+        const bool is_whole =
+            first_key >= keys.full.begin && first_key + Config::kSetKeys <= keys.full.end;
         if (!is_whole) rows.apply_mask(acc_s, key);
         update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
 
@@ -160,14 +159,14 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         ptx::mbarrier_wait(ptx::shared_address(&shared.v_full[stage]), parity);
         if (!is_whole) {
             clear_unseen_values<Config>(ring + offset + Tile::kBytes, first_row, position,
-                                        positions, warp.lane);
+                                        keys.positions, warp.lane);
         }
-        const uint32_t values = ring_address + offset + Tile::kBytes + v_lane;
+        const uint32_t v_tile = ring_address + offset + Tile::kBytes + v_lane;
         if constexpr (Config::kFloat8) {
             multiply_float8_values<Sm90>(
                 warp.acc_o, acc_s,
                 [&](uint32_t (&b)[4], int n, int k) {
-                    ptx::ldmatrix_x4_trans(b, at_pair(values, n) + k * kSixteenKeys);
+                    ptx::ldmatrix_x4_trans(b, at_pair(v_tile, n) + k * kSixteenKeys);
                 },
                 Nothing{});
         } else {
@@ -178,7 +177,7 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
 #pragma unroll
             for (int n = 0; n < Config::kTilesD / 2; ++n) {
                 uint32_t b[4];
-                ptx::ldmatrix_x4_trans(b, at_pair(values, n));
+                ptx::ldmatrix_x4_trans(b, at_pair(v_tile, n));
                 Element::mma(warp.acc_o[0][2 * n], p, b[0], b[1]);
                 Element::mma(warp.acc_o[0][2 * n + 1], p, b[2], b[3]);
             }
@@ -217,26 +216,20 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
     SplitBlock block;
     if (!find_block(params, blockIdx.x, Config::kBlockM, block)) return;
     if (bulk.in_cluster) ptx::cluster_arrive();
-    const KeyBand band{block.seqlen_k - block.seqlen_q, block.seqlen_k, params.window_left,
-                       params.window_right};
-    const int count = min(block.num_rows, Config::kBlockM);
-    const int first = block.packed_row(params.group_size, 0).row;
-    const int last = block.packed_row(params.group_size, count - 1).row;
-    const KeyRange keys{band.begin(first), band.end(last)};
-    const KeyRange full{band.begin(last), band.end(first)};
-    const KeyRange positions{keys.begin + block.first_position, keys.end + block.first_position};
-    const KeyRange tiles = split_tiles(positions, Config::kTileKeys, sets / Config::kSetsPerTile,
-                                       static_cast<int>(blockIdx.y), params.num_splits);
+    const BlockKeys keys(params, block, Config::kBlockM);
+    const KeyRange tiles =
+        split_tiles(keys.positions, Config::kTileKeys, sets / Config::kSetsPerTile,
+                    static_cast<int>(blockIdx.y), params.num_splits);
     __syncthreads();  // the barriers are there
 
     BulkWarp<Config> warp;
     if (warp.set == sets) {
-        if (!tiles.empty()) load_kv_tiles(bulk, shared, block, positions, tiles, stages);
+        if (!tiles.empty()) load_kv_tiles(bulk, shared, block, keys.positions, tiles, stages);
         __syncthreads();
         __syncthreads();
     } else {
         if (!tiles.empty()) {
-            consume_kv_tiles(shared, warp, params, block, band, positions, tiles, full);
+            consume_kv_tiles(shared, warp, params, block, keys, tiles);
         }
         share_output<Config>(shared, warp, params, block);
     }

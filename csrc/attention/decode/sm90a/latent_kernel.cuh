@@ -79,15 +79,13 @@ __device__ __forceinline__ void clear_unseen_columns(unsigned char* values, int 
     ptx::bar_sync(2 + warpgroup, 128);
 }
 
-/// O += softmax(Q K^T) V over `tiles`. `full`: keys that all rows of the block see; positions:
-/// where keys lie that some row sees.
+/// O += softmax(Q K^T) V over `tiles`.
 template <class Config>
 __device__ __forceinline__ void consume_latent_tiles(LatentSharedStorage<Config>& shared,
                                                      LatentWarp<Config>& warp,
                                                      const PackedRows& rows, int first_position,
-                                                     const KeyRange& positions,
-                                                     const KeyRange& tiles, const KeyRange& full,
-                                                     float scale_log2) {
+                                                     const BlockKeys& block_keys,
+                                                     const KeyRange& tiles, float scale_log2) {
     using Element = typename Config::Element;
     const uint64_t q = Config::QTile::column_descriptor(ptx::shared_address(shared.q));
     int stage = 0;
@@ -110,7 +108,8 @@ __device__ __forceinline__ void consume_latent_tiles(LatentSharedStorage<Config>
         // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
         const int position = tile * Config::kTileKeys, first_key = position - first_position;
         const int key = first_key + 2 * (warp.lane % 4);
-        const bool is_whole = first_key >= full.begin && first_key + Config::kTileKeys <= full.end;
+        const bool is_whole = first_key >= block_keys.full.begin &&
+                              first_key + Config::kTileKeys <= block_keys.full.end;
         if (rows.has_terms) rows.apply_terms(acc_s, key);
         if (!is_whole) rows.apply_mask(acc_s, key);
         update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
@@ -122,7 +121,7 @@ __device__ __forceinline__ void consume_latent_tiles(LatentSharedStorage<Config>
 
         // O += P V
         if (!is_whole) {
-            clear_unseen_columns<Config>(values, position, positions, warp.warpgroup);
+            clear_unseen_columns<Config>(values, position, block_keys.positions, warp.warpgroup);
         }
         ptx::wgmma_fence();
         sm90::gemm_rows<Element, typename Config::VTile>(
@@ -153,7 +152,6 @@ __device__ __forceinline__ void store_latent_output(LatentWarp<Config>& warp,
         const int64_t row = block.row_q + packed.row;
         const int64_t place = row * params.num_heads_q + packed.head;
         const RowTotal total{scaled_max(warp.softmax.row_max[0][r], scale_log2), sum};
-        const bool is_seen = sum > 0.0f;
         if (params.num_splits == 1) {
             float normalizer;
             const float lse = total.finish(sink_of(params, covered, packed.head), normalizer);
@@ -170,10 +168,9 @@ __device__ __forceinline__ void store_latent_output(LatentWarp<Config>& warp,
         } else {
             const int64_t part = int64_t{blockIdx.y} * params.total_rows + place;
             if (writes_lse) {
-                params.partial_lse[part] =
-                    is_seen ? total.max + ptx::lg2_approx(total.sum) : negative_infinity();
+                params.partial_lse[part] = total.lse_log2();
             }
-            if (!is_seen) continue;
+            if (!total.has_keys()) continue;
             const float normalizer = ptx::rcp_approx(sum);
             float* out = params.partial_out + part * columns + first_column;
 #pragma unroll
@@ -206,22 +203,15 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::griddepcontrol_wait();
     SplitBlock block;
     if (!find_block(params, blockIdx.x, Config::kBlockM, block)) return;
-    const KeyBand band{block.seqlen_k - block.seqlen_q, block.seqlen_k, params.window_left,
-                       params.window_right};
-    const int count = min(block.num_rows, Config::kBlockM);
-    const int first = block.packed_row(params.group_size, 0).row;
-    const int last = block.packed_row(params.group_size, count - 1).row;
-    const KeyRange keys{band.begin(first), band.end(last)};
-    const KeyRange full{band.begin(last), band.end(first)};
-    const KeyRange positions{keys.begin + block.first_position, keys.end + block.first_position};
-    const KeyRange tiles = split_tiles(positions, Config::kTileKeys, 1,
+    const BlockKeys keys(params, block, Config::kBlockM);
+    const KeyRange tiles = split_tiles(keys.positions, Config::kTileKeys, 1,
                                        static_cast<int>(blockIdx.y), params.num_splits);
     __syncthreads();  // the barriers are there
 
     if (warpgroup == Config::kConsumers) {
         ptx::setmaxnreg_dec<40>();
         if (threadIdx.x / 32 == 4 * Config::kConsumers && !tiles.empty()) {
-            load_latent_tiles(latent, shared, block, positions, tiles);
+            load_latent_tiles(latent, shared, block, keys.positions, tiles);
         }
     } else {
         ptx::setmaxnreg_inc<232>();
@@ -230,11 +220,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             [&](int row, int unit) { return shared.q + Config::QTile::unit_offset(row, unit); });
         ptx::fence_proxy_async_shared();
         LatentWarp<Config> warp(warpgroup);
-        const PackedRows rows(params, block, band, warp.row);
+        const PackedRows rows(params, block, keys.band, warp.row);
         const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
         ptx::bar_sync(1, 128 * Config::kConsumers);  // Q is there
-        consume_latent_tiles(shared, warp, rows, block.first_position, positions, tiles, full,
-                             scale_log2);
+        consume_latent_tiles(shared, warp, rows, block.first_position, keys, tiles, scale_log2);
         store_latent_output(warp, params, block, scale_log2);
     }
 }
