@@ -343,25 +343,18 @@ def test_append_rounds_and_saturates(kernel, place):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
 def test_sizes_of_q(kernel, bf16_place, size):
-    """Rows of q of any size that their dtype holds, beside others."""
+    """Rows of q of any size that their dtype holds, beside others; scores of a usual size."""
     case = make_float8_case(bf16_place, [200], 5, heads=(8, 2))
-    rows = torch.tensor([1.0, size, 0.0, 1.0 / size, 1.0], device=bf16_place["device"])
-    case["q"] = case["q"] * rows[:, None, None]
-    case["q"] = case["q"].to(torch.bfloat16)
-    for scale in (size, 1 / size):
-        check_each_row(kernel, case, scale)
-
-
-def check_each_row(kernel, case, scale):
-    """Where scores are of a usual size."""
+    sizes = torch.tensor([1.0, size, 0.0, 1 / size, 1.0], device=bf16_place["device"])
+    case["q"] = (case["q"].double() * sizes[:, None, None]).to(torch.bfloat16)
     plain = converted(read_only(case, case["k_cache"], case["v_cache"], {}), torch.float64)
-    expected = reference.attention_kvcache(**plain, softmax_scale=scale)
-    in_torch = reference.attention_kvcache(**converted(plain, torch.float32), softmax_scale=scale)
-    out = kernel.flash_attn_with_kvcache(**case, softmax_scale=scale)
-    unit = 2 * torch.finfo(torch.bfloat16).eps * expected[0].abs().max()
-    sane = (in_torch[0].double() - expected[0]).abs().amax((0, 2, 3)) < 1e-3
-    assert sane.any()
-    assert_within("out", out[:, sane], expected[0][:, sane], 2 * unit)
+    for scale in (size, 1 / size):
+        usual = sizes * scale <= 100
+        assert usual.sum() >= 2
+        expected = reference.attention_kvcache(**plain, softmax_scale=scale)[0][:, usual]
+        out = kernel.flash_attn_with_kvcache(**case, softmax_scale=scale)[:, usual]
+        unit = torch.finfo(torch.bfloat16).eps * max(1, expected.abs().max().item())
+        assert_within("out", out, expected, 4 * unit)
 
 
 def test_strides(kernel, bf16_place):
