@@ -60,7 +60,7 @@ class BwdStages {
         : stages_(smem, Config::kWeightWords,
                   stage_words<Config>(params.dresidual_out != nullptr)) {}
 
-    __device__ __forceinline__ void copy(const NormBwdParams& params, const Row& row,
+    __device__ __forceinline__ void copy(const NormBwdParams& params, const WalkedRow& row,
                                          const RowColumns<Config>& columns, int stage) const {
         const RowShape& shape = params.problem.rows;
         stages_.template copy<Config::kXDType>(params.dout, shape, params.dout_strides, row,
@@ -107,14 +107,16 @@ class BwdWeight {
             pack.set(weight);
 #pragma unroll
             for (int i = 0; i < Pack::kWords; ++i) {
-                *smem_.word(v * Pack::kWords + i) = pack.words[i];
+                ptx::st_shared_v4(smem_.word(v * Pack::kWords + i), pack.words[i]);
             }
         }
     }
     __device__ __forceinline__ void get(int v, float* weight) const {
         Pack pack;
 #pragma unroll
-        for (int i = 0; i < Pack::kWords; ++i) pack.words[i] = *smem_.word(v * Pack::kWords + i);
+        for (int i = 0; i < Pack::kWords; ++i) {
+            pack.words[i] = ptx::ld_shared_v4(smem_.word(v * Pack::kWords + i));
+        }
         pack.get(weight);
     }
 
@@ -131,7 +133,7 @@ struct BwdStats {
     float rstd = 0.0f;
 
     __device__ BwdStats() {}
-    __device__ BwdStats(const NormBwdParams& params, const Row& row) {
+    __device__ BwdStats(const NormBwdParams& params, const WalkedRow& row) {
         if (!row.is_inside) return;
         rstd = __ldg(params.rstd + row.index);
         if (Config::kLayerNorm) mean = __ldg(params.mean + row.index);
@@ -230,13 +232,13 @@ __device__ __forceinline__ void get_held(const BwdStages<Config>& stages, int st
 template <class Config>
 __device__ __forceinline__ void store_dx(const NormBwdParams& params,
                                          const BwdStages<Config>& stages, int stage,
-                                         const Row& place, const RowColumns<Config>& columns,
+                                         const WalkedRow& place, const RowColumns<Config>& columns,
                                          const BwdWeight<Config>& weights,
                                          const BwdRow<Config>& row) {
     const float scale = row.stats.rstd * params.problem.inv_hidden_size;
     const float projection = row.sums[0] * scale;
     const float shift = Config::kLayerNorm ? -row.sums[Config::kSums - 1] * scale : 0.0f;
-    const int64_t start = place.index * params.problem.hidden_size;
+    const int64_t start = place.start(params.problem);
     float dx[Config::kVecs][Config::kPack];
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
@@ -337,9 +339,11 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     const Rounding rounding(problem);
     RowReducer<typename Config::Arch> reducer(row_sum_smem);
     const RowColumns<Config> columns(problem, reducer);
-    const ThreadSmem thread_smem(dynamic_smem);
-    const BwdStages<Config> stages(thread_smem, params);
     const int num_stages = kernel_params.num_stages;
+    const ThreadSmem thread_smem(
+        dynamic_smem,
+        Config::kWeightWords + num_stages * stage_words<Config>(params.dresidual_out != nullptr));
+    const BwdStages<Config> stages(thread_smem, params);
     reducer.wait_for_cluster();
     wait_for_earlier_kernels<typename Config::Arch>();
 
@@ -348,7 +352,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     for (int stage = 0; stage < num_stages; ++stage) {
         const int step = first_step + stage * num_blocks;
         if (step < kernel_params.num_steps) {
-            stages.copy(params, Row(problem, step), columns, stage);
+            stages.copy(params, WalkedRow(problem, step), columns, stage);
         }
         ptx::cp_async_commit_group();
     }
@@ -358,14 +362,14 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     // One row ahead: what a row's sums take between warps and CTAs is hidden by the next row's
     // first half. `row` is the one that is finished.
     BwdRow<Config> row, next_row;
-    BwdStats<Config> later_stats(params, Row(problem, first_step));
+    BwdStats<Config> later_stats(params, WalkedRow(problem, first_step));
     int stage = num_stages - 1;
     for (int step = first_step - num_blocks; step < kernel_params.num_steps; step += num_blocks) {
         const int next_step = step + num_blocks;
         const int next_stage = stage + 1 == num_stages ? 0 : stage + 1;
         if (next_step < kernel_params.num_steps) {
             next_row.stats = later_stats;
-            later_stats = BwdStats<Config>(params, Row(problem, next_step + num_blocks));
+            later_stats = BwdStats<Config>(params, WalkedRow(problem, next_step + num_blocks));
             wait_for_stage(num_stages - 1);
             if (rounding.xhat) {
                 accumulate_row<Config, true>(stages, next_stage, weights, column_sums, next_row);
@@ -376,10 +380,10 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
         }
         if (step >= first_step) {
             reducer.receive(row.sums);
-            store_dx(params, stages, stage, Row(problem, step), columns, weights, row);
+            store_dx(params, stages, stage, WalkedRow(problem, step), columns, weights, row);
             const int later_step = step + num_stages * num_blocks;
             if (later_step < kernel_params.num_steps) {
-                stages.copy(params, Row(problem, later_step), columns, stage);
+                stages.copy(params, WalkedRow(problem, later_step), columns, stage);
             }
             ptx::cp_async_commit_group();
         }

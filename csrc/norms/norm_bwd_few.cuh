@@ -29,12 +29,33 @@ struct FewRowsConfig {
     static constexpr int kRowsAtOnce = SumPack::kWords > XPack::kWords ? 1 : 2;
 };
 
+/// dweight and dbias of a pack of columns where there is but one row, in the dtype of x.
+template <class Config>
+__device__ __forceinline__ void store_products(const NormBwdParams& params, int column,
+                                               const typename Config::XPack& dout,
+                                               const float* xhat) {
+    if (params.dbias != nullptr) dout.store(params.dbias, column);
+    if (params.dweight == nullptr) return;
+    float products[Config::kPack];
+    float factors[Config::kPack];
+    typename Config::XPack pack;
+    pack.set(xhat);
+    pack.get(factors);
+    dout.get(products);
+    const bool rounds = Rounding(params.problem).xhat;
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) products[i] *= rounds ? factors[i] : xhat[i];
+    pack.set(products);
+    pack.store(params.dweight, column);
+}
+
 /// dx of one row per row slot.
 template <class Config>
-__device__ __forceinline__ void few_rows_dx(const NormBwdParams& params,
+__device__ __forceinline__ void few_rows_dx(const NormBwdKernelParams& kernel_params,
                                             RowReducer<typename Config::Arch>& reducer) {
     constexpr int kVecs = Config::kVecs;
     constexpr int kPack = Config::kPack;
+    const NormBwdParams& params = kernel_params.params;
     const NormProblem& problem = params.problem;
     const RowColumns<Config> columns(problem, reducer);
     const Row row(problem, blockIdx.x);
@@ -107,6 +128,8 @@ __device__ __forceinline__ void few_rows_dx(const NormBwdParams& params,
         if (!row.is_inside || !columns.is_inside(v)) continue;
         float xhat[kPack], dx[kPack];
         normalize(v, xhat, dx);
+        if (kernel_params.is_only_row)
+            store_products<Config>(params, columns.column(v), dout[v], xhat);
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
             dx[i] = rstd * (fmaf(-xhat[i], projection, dx[i]) - shift);
@@ -253,7 +276,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 2)
     const int num_dx_ctas = static_cast<int>(kernel_params.num_dx_ctas);
     if (static_cast<int>(blockIdx.x) < num_dx_ctas) {
         RowReducer<typename Config::Arch> reducer(smem.rows);
-        few_rows_dx<Config>(kernel_params.params, reducer);
+        few_rows_dx<Config>(kernel_params, reducer);
     } else {
         few_rows_columns<Config>(kernel_params, smem.columns, blockIdx.x - num_dx_ctas);
     }

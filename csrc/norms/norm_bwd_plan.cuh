@@ -105,8 +105,10 @@ bool plan_persistent(BwdPlan& plan) {
     using Rows = BwdConfig<kXDType, kSumDType, kLayerNorm, 16 / pack_size(kXDType), Arch>;
     const int64_t packs = plan.params.params.problem.hidden_size / Rows::kPack;
     constexpr int64_t kPacksPerCta = Rows::kVecs * Rows::kMaxThreads;
-    // Two CTAs of half the size that share a multiprocessor take turns; one alone waits for itself.
-    if (Arch::kMaxClusterSize > 1 && packs > kPacksPerCta / 2 && packs <= kPacksPerCta) {
+    // LayerNorm: two CTAs of half the size that share a multiprocessor take turns; one alone waits
+    // for itself, in RMSNorm less than two clusters for each other.
+    if (kLayerNorm && Arch::kMaxClusterSize > 1 && packs > kPacksPerCta / 2 &&
+        packs <= kPacksPerCta) {
         return plan_persistent_kernel<Rows>(2, plan);
     }
     for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
@@ -166,6 +168,12 @@ bool plan_few_rows(BwdPlan& plan) {
     plan.params.num_dx_ctas = (num_rows + plan.shape.row_slots - 1) / plan.shape.row_slots;
     plan.shape.num_ctas = plan.params.num_dx_ctas;
     if (!wants_column_sums(params)) return true;
+    // One row's products are the sums already.
+    const bool has_dtypes_of_x = params.problem.weight_dtype == kXDType &&
+                                 (params.dbias == nullptr || params.dbias_dtype == kXDType);
+    plan.params.is_only_row =
+        num_rows == 1 && has_dtypes_of_x && is_aligned(params.dweight) && is_aligned(params.dbias);
+    if (plan.params.is_only_row) return true;
     // As many groups of rows as there are rows, but no CTA with less than 64 bytes of a row. At
     // first one thread for each column.
     constexpr int kMinLanes = 4;
@@ -194,6 +202,8 @@ void plan_norm_bwd_dtype(BwdPlan& plan) {
     } else if (params.problem.rows.num_rows <= kFewRows) {
         fits = is_wide ? plan_few_rows<kXDType, kWide, Arch>(plan)
                        : plan_few_rows<kXDType, kXDType, Arch>(plan);
+    } else if (params.problem.rows.num_rows > kMaxWalkedRows) {
+        // the loop kernel
     } else if (params.problem.is_layer_norm) {
         fits = is_wide ? plan_persistent<kXDType, kWide, true, Arch>(plan)
                        : plan_persistent<kXDType, kXDType, true, Arch>(plan);

@@ -345,11 +345,12 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     const Row row(problem, reducer.block());
     wait_for_earlier_kernels<typename Config::Arch>();
 
+    // Before the row: what is done with that waits for it.
+    const OutFormula formula = out_formula<Config>(params, rounding);
+    const EarlyFactors<Config> early(params, formula, columns);
     typename Config::SumTile sum;
     load_sum(params, row, columns, sum);
     reducer.wait_for_cluster();
-    const OutFormula formula = out_formula<Config>(params, rounding);
-    const EarlyFactors<Config> early(params, formula, columns);
 
     float mean;
     const float rstd = row_stats(problem, rounding, columns, sum, reducer, mean);

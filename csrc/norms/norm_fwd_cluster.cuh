@@ -124,8 +124,10 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     const Rounding rounding(problem);
     RowReducer<typename Config::Arch> reducer(row_sum_smem);
     const RowColumns<Config> columns(problem, reducer);
-    const FwdStages<Config> stages(ThreadSmem(dynamic_smem), params);
     const int num_stages = kernel_params.num_stages;
+    const FwdStages<Config> stages(
+        ThreadSmem(dynamic_smem, num_stages * fwd_stage_words<Config>(params.residual != nullptr)),
+        params);
     const int num_steps = kernel_params.num_steps;
     reducer.wait_for_cluster();
     wait_for_earlier_kernels<typename Config::Arch>();

@@ -6,23 +6,34 @@
 #include "norms/params.h"
 #include "norms/row_columns.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared_address.cuh"
+#include "ptx/shared_words.cuh"
 
 // How the persistent kernels of both passes read rows: each thread copies its own packs to its own
 // part of shared memory, several steps ahead. As only it reads them, no barrier is needed.
 
 namespace flash_attn_norm {
 
-/// Where a thread's words of shared memory lie: those of one index side by side, because a copy of
-/// 16 bytes a thread is fast only where neighbours copy to neighbouring places.
-struct ThreadSmem {
-    uint4* first;
-    int num_threads;
+/// A thread's 16-byte words of dynamic shared memory. Those of one index lie side by side for the
+/// lanes of a warp, because a copy of 16 bytes a lane is fast only where neighbours copy to
+/// neighbouring places. An address in a register, which the compiler cannot derive again each time.
+class ThreadSmem {
+  public:
+    static constexpr int kWordStep = 32 * 16;  // bytes from a word to the next one
 
-    __device__ explicit ThreadSmem(uint4* smem)
-        : first(smem + threadIdx.y * blockDim.x + threadIdx.x),
-          num_threads(blockDim.x * blockDim.y) {}
-    __device__ uint4* word(int index) const { return first + index * num_threads; }
+    __device__ ThreadSmem(uint4* smem, int words_per_thread) {
+        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+        address_ = static_cast<int>(ptx::shared_address(smem)) +
+                   thread / 32 * words_per_thread * kWordStep + thread % 32 * 16;
+        ptx::make_opaque(address_);
+    }
+    __device__ __forceinline__ uint32_t word(int index) const {
+        return address_ + index * kWordStep;
+    }
+
+  private:
+    int address_;
 };
 
 /// A thread's packs of the steps in flight. A stage holds several tensors, one after the other,
@@ -34,9 +45,9 @@ class RowStages {
         : smem_(smem), first_word_(first_word), stage_words_(stage_words) {}
 
     /// Requests the packs of a tensor whose words in a stage start at `offset`; zeros outside it.
-    template <DType kDType>
+    template <DType kDType, class AnyRow>
     __device__ __forceinline__ void copy(const void* tensor, const RowShape& shape,
-                                         const RowStrides& strides, const Row& row,
+                                         const RowStrides& strides, const AnyRow& row,
                                          const RowColumns<Config>& columns, int stage,
                                          int offset) const {
         constexpr int kWords = PackWords<Config::kPack, kDType>::kWords;
@@ -49,7 +60,7 @@ class RowStages {
             const int bytes = row.is_inside && columns.is_inside(v) ? 16 : 0;
 #pragma unroll
             for (int word = 0; word < kWords; ++word) {
-                ptx::cp_async_16(ptx::shared_address(slot(stage, offset + v * kWords + word)),
+                ptx::cp_async_16(slot(stage, offset + v * kWords + word),
                                  source + v * source_step + 16 * word, bytes);
             }
         }
@@ -62,14 +73,14 @@ class RowStages {
         Pack pack;
 #pragma unroll
         for (int word = 0; word < Pack::kWords; ++word) {
-            pack.words[word] = *slot(stage, offset + v * Pack::kWords + word);
+            pack.words[word] = ptx::ld_shared_v4(slot(stage, offset + v * Pack::kWords + word));
         }
         return pack;
     }
 
   private:
-    __device__ __forceinline__ uint4* slot(int stage, int word) const {
-        return smem_.word(first_word_ + stage * stage_words_ + word);
+    __device__ __forceinline__ uint32_t slot(int stage, int word) const {
+        return smem_.word(stage * stage_words_) + (first_word_ + word) * ThreadSmem::kWordStep;
     }
 
     ThreadSmem smem_;

@@ -1,14 +1,17 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
-#include "common/reduce.cuh"
 #include "norms/arch.h"
 #include "ptx/cluster.cuh"
 #include "ptx/cluster_grid.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared_address.cuh"
+#include "ptx/shared_memory.cuh"
+#include "ptx/shared_words.cuh"
 
 namespace flash_attn_norm {
 
@@ -67,15 +70,17 @@ template <class Arch>
 class RowReducer {
   public:
     /// All threads of the cluster construct it, and call wait_for_cluster(), at the same points.
-    __device__ explicit RowReducer(RowSumStorage<Arch>& smem) : smem_(smem) {
+    __device__ explicit RowReducer(RowSumStorage<Arch>& smem)
+        : thread_(threadIdx.y * blockDim.x + threadIdx.x),
+          sums_(static_cast<int>(ptx::shared_address(&smem))) {
+        ptx::make_opaque(sums_);  // not derived again each row
         if constexpr (Arch::kHasClusters) {
-            cluster_rank_ = ptx::cluster_cta_rank();
             cluster_size_ = ptx::cluster_num_ctas();
             if (cluster_size_ == 1) return;
             if (threadIdx.x == 0) {
 #pragma unroll
                 for (int set = 0; set < RowSumStorage<Arch>::kSets; ++set) {
-                    ptx::mbarrier_init(ptx::shared_address(&smem_.barriers[set]), 1);
+                    ptx::mbarrier_init(barrier_of(set), 1);
                 }
                 ptx::fence_mbarrier_init();
             }
@@ -90,7 +95,10 @@ class RowReducer {
         }
     }
 
-    __device__ int cluster_rank() const { return cluster_rank_; }
+    /// Read each time: a register for it would be spilled.
+    __device__ int cluster_rank() const {
+        return Arch::kHasClusters ? static_cast<int>(ptx::cluster_cta_rank()) : 0;
+    }
     __device__ int cluster_size() const { return cluster_size_; }
     /// Which cluster of the grid this is, and how many there are.
     __device__ int block() const {
@@ -105,15 +113,31 @@ class RowReducer {
                                   : items;
     }
 
-    /// A thread's part of kCount sums of a row. Where a warp has the whole row, they are the sums
-    /// afterwards.
-    template <int kCount>
-    __device__ __forceinline__ void send(float (&values)[kCount]) {
-        over_lanes([&](int offset) {
+    /// A thread's part of a sum of a row. Where a warp has the whole row, it is the sum afterwards.
+    __device__ __forceinline__ void send(float (&values)[1]) {
+        over_lanes([&](int offset) { values[0] += from_lane(values[0], offset); });
+        if (blockDim.x <= 32) return;
+        const int set = next_set_to_send(1);
+        store(set, 0, values[0], thread_ % 32);
+    }
+
+    /// The same for two sums. After the first step each half of a warp adds up one of them.
+    __device__ __forceinline__ void send(float (&values)[2]) {
+        if (blockDim.x < 32) {
+            over_lanes([&](int offset) {
+                values[0] += from_lane(values[0], offset);
+                values[1] += from_lane(values[1], offset);
+            });
+            return;
+        }
+        const bool is_upper = thread_ & 16;
+        float own = is_upper ? values[1] : values[0];
+        own += from_lane(is_upper ? values[0] : values[1], 16);
 #pragma unroll
-            for (int i = 0; i < kCount; ++i) values[i] += from_lane(values[i], offset);
-        });
-        send_from_warp(values);
+        for (int offset = 8; offset > 0; offset /= 2) own += from_lane(own, offset);
+        if (blockDim.x == 32) return give_both(own, values);
+        const int set = next_set_to_send(2);
+        store(set, is_upper ? 1 : 0, own, thread_ % 16);
     }
 
     /// The same for moments. is_even: every thread of the row has as many elements.
@@ -125,38 +149,60 @@ class RowReducer {
             other.squares = from_lane(moments.squares, offset);
             moments.add(other, is_even);
         });
-        float values[3] = {moments.count, moments.sum, moments.squares};
-        send_from_warp(values);
+        if (blockDim.x <= 32) return;
+        const int set = next_set_to_send(3);
+        store(set, 0, moments.count, thread_ % 32);
+        store(set, 1, moments.sum, thread_ % 32);
+        store(set, 2, moments.squares, thread_ % 32);
     }
 
     __device__ __forceinline__ void sync() {
         if (blockDim.x > 32 && !is_cluster()) __syncthreads();
     }
 
-    /// The sums of the row that was sent first among those not received.
-    template <int kCount>
-    __device__ __forceinline__ void receive(float (&values)[kCount]) {
+    /// The sum of the row that was sent first among those not received.
+    __device__ __forceinline__ void receive(float (&values)[1]) {
         if (blockDim.x <= 32) return;
         const int set = wait_for_set();
-        over_warps(values, [&](int warp, int i) { return smem_.warp_sums[set][i][warp]; });
+        values[0] = over_warps([&](int warp) { return load(set, 0, warp); });
+    }
+
+    /// The same for two sums: each half of a warp adds up one of them.
+    __device__ __forceinline__ void receive(float (&values)[2]) {
+        if (blockDim.x <= 32) return;
+        const int set = wait_for_set();
+        const int num_sums = sums_of_row();
+        const int first = first_warp();
+        const int index = thread_ & 16 ? 1 : 0;
+        float own = 0.0f;
+        if (num_sums <= 4) {
+            if (thread_ % 4 < num_sums) own = load(set, index, first + thread_ % 4);
+        } else {
+            if (thread_ % 16 < num_sums) own = load(set, index, first + thread_ % 16);
+            if (Arch::kHasClusters) {
+                for (int sum = thread_ % 16 + 16; sum < num_sums; sum += 16) {
+                    own += load(set, index, sum);
+                }
+            }
+            own += from_lane(own, 8);
+            own += from_lane(own, 4);
+        }
+        own += from_lane(own, 2);
+        own += from_lane(own, 1);
+        give_both(own, values);
     }
 
     /// The sum and the squares of the row that was sent first among those not received.
     __device__ __forceinline__ void receive(RowMoments& moments, float inv_count) {
         if (blockDim.x <= 32) return;
         const int set = wait_for_set();
-        float total[1];
-        over_warps(total, [&](int warp, int) { return smem_.warp_sums[set][1][warp]; });
-        const float mean = total[0] * inv_count;
-        float squares[1];
-        over_warps(squares, [&](int warp, int) {
-            const float count = smem_.warp_sums[set][0][warp];
-            const float sum = smem_.warp_sums[set][1][warp];
-            const float distance = sum * RowMoments::inverse(count) - mean;
-            return fmaf(distance * count, distance, smem_.warp_sums[set][2][warp]);
+        moments.sum = over_warps([&](int warp) { return load(set, 1, warp); });
+        const float mean = moments.sum * inv_count;
+        moments.squares = over_warps([&](int warp) {
+            const float count = load(set, 0, warp);
+            const float distance = load(set, 1, warp) * RowMoments::inverse(count) - mean;
+            return fmaf(distance * count, distance, load(set, 2, warp));
         });
-        moments.sum = total[0];
-        moments.squares = squares[0];
     }
 
     /// Sums kCount values over the threads of each row; every thread gets them.
@@ -168,14 +214,22 @@ class RowReducer {
     }
 
   private:
+    using Storage = RowSumStorage<Arch>;
+
     __device__ __forceinline__ static float from_lane(float value, int offset) {
         return __shfl_xor_sync(0xffffffffu, value, offset);
+    }
+
+    /// Both sums to all lanes of a warp whose halves have one each.
+    __device__ __forceinline__ void give_both(float own, float (&values)[2]) const {
+        const float other = from_lane(own, 16);
+        values[0] = thread_ & 16 ? other : own;
+        values[1] = thread_ & 16 ? own : other;
     }
 
     /// step(offset) for each distance between lanes of one row, from the largest on.
     template <class Step>
     __device__ __forceinline__ static void over_lanes(const Step& step) {
-        // Two branches for all steps where rows are long.
         if (blockDim.x >= 32) {
             step(16);
             step(8);
@@ -190,65 +244,83 @@ class RowReducer {
         if (blockDim.x >= 2) step(1);
     }
 
-    /// Adds up part(warp, i) of each warp that has a part of the row.
-    template <int kCount, class Part>
-    __device__ __forceinline__ void over_warps(float (&values)[kCount], const Part& part) const {
-        const int warps_per_row = blockDim.x / 32;
-        const int first_warp = threadIdx.y * warps_per_row;
-        const int num_sums = warps_per_row * cluster_size_;
-        const int lane = (threadIdx.y * blockDim.x + threadIdx.x) % 32;
+    __device__ __forceinline__ int sums_of_row() const { return blockDim.x / 32 * cluster_size_; }
+    __device__ __forceinline__ int first_warp() const { return threadIdx.y * (blockDim.x / 32); }
+
+    /// Adds up part(warp) of each warp that has a part of the row.
+    template <class Part>
+    __device__ __forceinline__ float over_warps(const Part& part) const {
+        const int num_sums = sums_of_row();
+        const int first = first_warp();
+        float value = 0.0f;
+        if (num_sums <= 4) {  // fewer steps one after the other than shuffles take
+#pragma unroll
+            for (int warp = 0; warp < 4; ++warp) {
+                if (warp < num_sums) value += part(first + warp);
+            }
+            return value;
+        }
         // Up to 16 sums are read by both halves of the warp, which saves a step.
-        const int stride = num_sums <= 16 ? 16 : 32;
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            values[i] = 0.0f;
-            if (num_sums <= 4) {  // fewer steps one after the other than shuffles take
-#pragma unroll
-                for (int warp = 0; warp < 4; ++warp) {
-                    if (warp < num_sums) values[i] += part(first_warp + warp, i);
-                }
-                continue;
-            }
-            if (!Arch::kHasClusters) {
-                if (lane % 16 < num_sums) values[i] = part(first_warp + lane % 16, i);
-                continue;
-            }
-            for (int sum = lane % stride; sum < num_sums; sum += stride) {
-                values[i] += part(first_warp + sum, i);
-            }
+        if (!Arch::kHasClusters || num_sums <= 16) {
+            if (thread_ % 16 < num_sums) value = part(first + thread_ % 16);
+        } else {
+            for (int sum = thread_ % 32; sum < num_sums; sum += 32) value += part(sum);
+            value += from_lane(value, 16);
         }
-        if (num_sums <= 4) return;
 #pragma unroll
-        for (int offset = 16; offset > 0; offset /= 2) {
-            if (offset == 16 && (!Arch::kHasClusters || num_sums <= 16)) continue;
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) values[i] += from_lane(values[i], offset);
-        }
+        for (int offset = 8; offset > 0; offset /= 2) value += from_lane(value, offset);
+        return value;
     }
 
-    /// Lane 0's values to whoever needs them.
-    template <int kCount>
-    __device__ __forceinline__ void send_from_warp(const float (&values)[kCount]) {
-        static_assert(kCount <= 3, "as many as RowSumStorage has room for");
-        if (blockDim.x <= 32) return;
-        const int set = num_sent_++ % RowSumStorage<Arch>::kSets;
-        const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-        const int lane = thread % 32;
-        if (is_cluster()) {
-            send_to_cluster(set, lane, values);
-        } else if (lane == 0) {
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) smem_.warp_sums[set][i][thread / 32] = values[i];
+    __device__ __forceinline__ uint32_t slot(int set, int index, int warp) const {
+        constexpr int kIndexBytes = Storage::kMaxSums * sizeof(float);
+        constexpr int kSetBytes = 3 * kIndexBytes;
+        return sums_ + set * kSetBytes + index * kIndexBytes +
+               warp * static_cast<int>(sizeof(float));
+    }
+    __device__ __forceinline__ uint32_t barrier_of(int set) const {
+        return sums_ + static_cast<int>(offsetof(Storage, barriers)) +
+               set * static_cast<int>(sizeof(uint64_t));
+    }
+    __device__ __forceinline__ float load(int set, int index, int warp) const {
+        return ptx::ld_shared_f32(slot(set, index, warp));
+    }
+
+    /// A warp's sum to whoever needs it: in a cluster lane `rank` of those that have it sends it to
+    /// each CTA, its own included.
+    __device__ __forceinline__ void store(int set, int index, float value, int rank) {
+        if constexpr (Arch::kHasClusters) {
+            if (cluster_size_ > 1) {
+                if (rank >= cluster_size_) return;
+                const int place = cluster_rank() * (blockDim.x / 32) + thread_ / 32;
+                ptx::st_async(ptx::mapa(slot(set, index, place), rank), value,
+                              ptx::mapa(barrier_of(set), rank));
+                return;
+            }
         }
+        if (rank == 0) ptx::st_shared_f32(slot(set, index, thread_ / 32), value);
+    }
+
+    /// The set of the row that is sent next. Its barrier waits for `count` sums of each warp.
+    __device__ __forceinline__ int next_set_to_send(int count) {
+        const int set = num_sent_++ % Storage::kSets;
+        if constexpr (Arch::kHasClusters) {
+            if (cluster_size_ > 1 && threadIdx.x == 0) {
+                ptx::mbarrier_arrive_expect_tx(
+                    barrier_of(set), sums_of_row() * count * static_cast<int>(sizeof(float)));
+            }
+        }
+        return set;
     }
 
     /// The set of the row that is received next, once it is there.
     __device__ __forceinline__ int wait_for_set() {
-        const int set = num_received_ % RowSumStorage<Arch>::kSets;
-        if (is_cluster()) {
-            const uint32_t barrier = ptx::shared_address(&smem_.barriers[set]);
-            while (
-                !ptx::mbarrier_try_wait(barrier, num_received_ / RowSumStorage<Arch>::kSets % 2)) {
+        const int set = num_received_ % Storage::kSets;
+        if constexpr (Arch::kHasClusters) {
+            if (cluster_size_ > 1) {
+                while (
+                    !ptx::mbarrier_try_wait(barrier_of(set), num_received_ / Storage::kSets % 2)) {
+                }
             }
         }
         ++num_received_;
@@ -257,29 +329,8 @@ class RowReducer {
 
     __device__ bool is_cluster() const { return Arch::kHasClusters && cluster_size_ > 1; }
 
-    /// Each warp sends its sums to all CTAs, its own included.
-    template <int kCount>
-    __device__ __forceinline__ void send_to_cluster(int set, int lane,
-                                                    const float (&values)[kCount]) {
-        if constexpr (Arch::kHasClusters) {
-            const int warps = blockDim.x / 32;
-            const uint32_t barrier = ptx::shared_address(&smem_.barriers[set]);
-            if (threadIdx.x == 0) {
-                ptx::mbarrier_arrive_expect_tx(
-                    barrier, cluster_size_ * warps * kCount * static_cast<int>(sizeof(float)));
-            }
-            if (lane >= cluster_size_) return;
-            const int place = cluster_rank_ * warps + threadIdx.x / 32;
-#pragma unroll
-            for (int i = 0; i < kCount; ++i) {
-                const uint32_t slot = ptx::shared_address(&smem_.warp_sums[set][i][place]);
-                ptx::st_async(ptx::mapa(slot, lane), values[i], ptx::mapa(barrier, lane));
-            }
-        }
-    }
-
-    RowSumStorage<Arch>& smem_;
-    int cluster_rank_ = 0;
+    int thread_;
+    int sums_;  // address of the storage
     int cluster_size_ = 1;
     uint32_t num_sent_ = 0;
     uint32_t num_received_ = 0;
