@@ -24,11 +24,24 @@ REQUIRED = ("load", "api", "opcheck", *SUITES)
 SUITES_OF_FUNCTIONS = {
     "flash_attn_with_kvcache": ("kv cache", "tests/attention/test_kvcache.py"),
 }
+# ... and if that function has the parameter.
+SUITES_OF_PARAMETERS = {
+    ("flash_attn_with_kvcache", "k_descale"): (
+        "float8 cache",
+        "tests/attention/test_kvcache_float8.py",
+    ),
+}
 
 
 def suites(api: dict) -> dict[str, str]:
     """The test suites of a variant with this surface."""
     more = [suite for name, suite in SUITES_OF_FUNCTIONS.items() if name in api.get("all", [])]
+    parameters = api.get("functions", {})
+    more += [
+        suite
+        for (name, parameter), suite in SUITES_OF_PARAMETERS.items()
+        if f" {parameter}=" in parameters.get(name, "")
+    ]
     return {**SUITES, **dict(more)}
 
 

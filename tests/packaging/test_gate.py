@@ -115,3 +115,10 @@ def test_a_record_is_json_with_its_verdict(ready):
 def test_a_function_brings_its_suite(ready):
     path = ready.pass_gate(api={"all": ["flash_attn_with_kvcache", "name"]})
     assert read_record(path).summary() == "failed (kv cache) on a device, torch 2.13.0"
+
+
+def test_a_parameter_brings_its_suite(ready):
+    functions = {"flash_attn_with_kvcache": "(q, k_cache, *, k_descale=None)"}
+    path = ready.pass_gate(api={"all": ["flash_attn_with_kvcache"], "functions": functions})
+    told = read_record(path).summary()
+    assert told == "failed (kv cache, float8 cache) on a device, torch 2.13.0"
