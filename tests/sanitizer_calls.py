@@ -167,6 +167,37 @@ def cache_tiles() -> None:
         torch.cuda.synchronize()
 
 
+def float8_cache() -> None:
+    """The same with a float8 cache: pages of 5, 16 and 64 rows or none; few rows and more."""
+    lengths = torch.tensor([318, 61], dtype=torch.int32).cuda()
+    for head_dims in chosen((64, 64), (128, 128), (192, 128), (256, 256), (40, 72)):
+        for page_size in (None, 5, 16, 64):
+            rows_of_entry = page_size or 320
+            pages = 320 // rows_of_entry
+            table = torch.arange(2 * pages - 1, -1, -1).int().view(2, -1).cuda()
+            caches = [
+                randn(2 * pages, rows_of_entry, 2, dim, grad=False).to(torch.float8_e4m3fn)
+                for dim in head_dims
+            ]
+            for rows in (1, 40):
+                new = [randn(2, rows, 2, dim, grad=False) for dim in head_dims]
+                q = randn(2, rows, 4, head_dims[0], grad=False)
+                for splits in (1, 3):
+                    say("float8", head_dims, page_size, rows, splits)
+                    kernel.flash_attn_with_kvcache(
+                        q,
+                        *caches,
+                        *(new if rows == 1 else ()),
+                        cache_seqlens=lengths,
+                        causal=True,
+                        num_splits=splits,
+                        page_table=table if page_size else None,
+                        k_descale=torch.ones(2, 2, device="cuda"),
+                        v_descale=0.5,
+                    )
+                torch.cuda.synchronize()
+
+
 def norms() -> None:
     for hidden_size in (100, 128, 1024, 4096, 16384, 65536):
         for rows in (3, 200):
@@ -183,6 +214,7 @@ GROUPS = {
     "portable": portable,
     "kvcache": kvcache,
     "cache_tiles": cache_tiles,
+    "float8_cache": float8_cache,
     "norms": norms,
 }
 
