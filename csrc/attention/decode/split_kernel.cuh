@@ -40,14 +40,90 @@ struct SplitWarp {
     }
 };
 
+/// A warp's 16 rows of Q, in registers where there is room, and its products with keys.
+template <class Config>
+struct SplitQueries {
+    static constexpr int kSteps = Config::kHeadDim / 16;
+    uint32_t base;  // of its fragments in shared memory
+    uint32_t fragments[Config::kQInRegisters ? kSteps : 1][1][4];
+    float score_factors[2] = {1.0f, 1.0f};  // float8: of this lane's rows
+
+    __device__ __forceinline__ SplitQueries(SplitSharedStorage<Config>& shared,
+                                            const SplitWarp<Config>& warp)
+        : base(a_base<Layout::kContractionInner, Config::kPitch>(
+              ptx::shared_address(&shared.q[warp.row * Config::kPitch]), warp.lane)) {
+        if constexpr (Config::kQInRegisters) {
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+                load_a<Layout::kContractionInner, Config::kPitch>(fragments[k][0], base, 0, k);
+            }
+        }
+        if constexpr (Config::kFloat8) {
+            score_factors[0] = shared.score_factor[warp.row + warp.lane / 4];
+            score_factors[1] = shared.score_factor[warp.row + warp.lane / 4 + 8];
+        }
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&a)[4], int k) const {
+        if constexpr (Config::kQInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = fragments[k][0][i];
+        } else {
+            load_a<Layout::kContractionInner, Config::kPitch>(a, base, 0, k);
+        }
+    }
+
+    /// acc_s += Q K^T for the tile at `keys`; between() as in gemm, kSlots times.
+    static constexpr int kSlots = kSteps * Config::kTilesN / (Config::kFloat8 ? 4 : 2);
+    template <class Between>
+    __device__ __forceinline__ void multiply(float (&acc_s)[1][Config::kTilesN][4], uint32_t keys,
+                                             Between&& between) const {
+        using Element = typename Config::Element;
+        constexpr Layout kInner = Layout::kContractionInner;
+        if constexpr (Config::kFloat8) {
+            multiply_float8_keys<typename Config::Arch, kSteps>(
+                acc_s, [&](uint32_t (&a)[4], int k) { load(a, k); },
+                [&](uint32_t (&b)[4], int n, int pair) {
+                    load_b<kInner, Config::kKvPitch>(b, keys, n, pair);
+                },
+                between);
+            scale_scores(acc_s, score_factors);
+        } else if constexpr (Config::kQInRegisters) {
+            gemm_from_fragments<Element, Config::kPitch>(acc_s, fragments, keys, between);
+        } else {
+            gemm<Element, kInner, Config::kPitch, kInner, Config::kPitch, kSteps>(acc_s, base, keys,
+                                                                                  between);
+        }
+    }
+};
+
+/// acc_o += P V for the tile at `values`; between() as in gemm, kSlots times.
+template <class Config>
+struct SplitValues {
+    static constexpr int kSlots = Config::kTilesN / 2 * Config::kTilesD / (Config::kFloat8 ? 4 : 2);
+    template <class Between>
+    __device__ __forceinline__ static void multiply(float (&acc_o)[1][Config::kTilesD][4],
+                                                    const float (&p)[1][Config::kTilesN][4],
+                                                    uint32_t values, Between&& between) {
+        if constexpr (Config::kFloat8) {
+            multiply_float8_values<typename Config::Arch>(
+                acc_o, p,
+                [&](uint32_t (&b)[4], int n, int k) {
+                    load_b<Layout::kContractionOuter, Config::kKvPitch>(b, values, n, k);
+                },
+                between);
+        } else {
+            multiply_values<typename Config::Element, Config::kPitch>(acc_o, p, values, between);
+        }
+    }
+};
+
 /// O += softmax(Q K^T) V over the set's tiles of `tiles`: every sets-th one.
 template <class Config>
 __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& shared,
                                                  SplitWarp<Config>& warp, const SplitParams& params,
                                                  const SplitBlock& block, const BlockKeys& keys,
                                                  const KeyRange& tiles) {
-    using Element = typename Config::Element;
-    constexpr int kSteps = Config::kHeadDim / 16;
     constexpr Layout kInner = Layout::kContractionInner;
     constexpr Layout kOuter = Layout::kContractionOuter;
     using KeyCopy = typename KvPipeline<Config>::KeyCopy;
@@ -86,28 +162,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     __syncthreads();  // Q is there
 
-    const uint32_t q_base = a_base<kInner, Config::kPitch>(
-        ptx::shared_address(&shared.q[warp.row * Config::kPitch]), warp.lane);
-    uint32_t q_fragments[Config::kQInRegisters ? kSteps : 1][1][4];
-    if constexpr (Config::kQInRegisters) {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-            load_a<kInner, Config::kPitch>(q_fragments[k][0], q_base, 0, k);
-        }
-    }
-    const auto load_q = [&](uint32_t (&a)[4], int k) {
-        if constexpr (Config::kQInRegisters) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = q_fragments[k][0][i];
-        } else {
-            load_a<kInner, Config::kPitch>(a, q_base, 0, k);
-        }
-    };
-    float score_factors[2] = {1.0f, 1.0f};
-    if constexpr (Config::kFloat8) {
-        score_factors[0] = shared.score_factor[warp.row + warp.lane / 4];
-        score_factors[1] = shared.score_factor[warp.row + warp.lane / 4 + 8];
-    }
+    const SplitQueries<Config> queries(shared, warp);
 
 #pragma unroll 1
     for (int tile = tiles.begin + warp.set; tile < tiles.end; tile += warp.sets) {
@@ -116,26 +171,13 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         // S = Q K^T, and among its products the copies of K for a tile to come
         const KeyCopy next_keys = pipeline.begin_keys(kv, next < tiles.end);
         const auto load_keys = [&](int slot) {
-            spread<KeyCopy::kSteps, kSteps * Config::kTilesN / (Config::kFloat8 ? 4 : 2)>(
+            spread<KeyCopy::kSteps, SplitQueries<Config>::kSlots>(
                 slot, [&](int i) { next_keys.step(i); });
         };
         float acc_s[1][Config::kTilesN][4];
         clear(acc_s);
         const uint32_t k_base = b_base<kInner, Config::kKvPitch>(pipeline.read_slot(), warp.lane);
-        if constexpr (Config::kFloat8) {
-            multiply_float8_keys<typename Config::Arch, kSteps>(
-                acc_s, load_q,
-                [&](uint32_t (&b)[4], int n, int pair) {
-                    load_b<kInner, Config::kKvPitch>(b, k_base, n, pair);
-                },
-                load_keys);
-            scale_scores(acc_s, score_factors);
-        } else if constexpr (Config::kQInRegisters) {
-            gemm_from_fragments<Element, Config::kPitch>(acc_s, q_fragments, k_base, load_keys);
-        } else {
-            gemm<Element, kInner, Config::kPitch, kInner, Config::kPitch, kSteps>(
-                acc_s, q_base, k_base, load_keys);
-        }
+        queries.multiply(acc_s, k_base, load_keys);
         ptx::cp_async_commit_group();
 
         // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
@@ -154,8 +196,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         const ValueCopy next_values =
             pipeline.begin_values(kv, !values_in_keys && next < tiles.end);
         const auto load_values = [&](int slot) {
-            spread<ValueCopy::kSteps,
-                   Config::kTilesN / 2 * Config::kTilesD / (Config::kFloat8 ? 4 : 2)>(
+            spread<ValueCopy::kSteps, SplitValues<Config>::kSlots>(
                 slot, [&](int i) { next_values.step(i); });
         };
         look_up_next();
@@ -163,16 +204,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
             pipeline.read_slot() +
                 static_cast<uint32_t>(warp.column * sizeof(typename Config::CacheElement)),
             warp.lane);
-        if constexpr (Config::kFloat8) {
-            multiply_float8_values<typename Config::Arch>(
-                warp.acc_o, acc_s,
-                [&](uint32_t (&b)[4], int n, int k) {
-                    load_b<kOuter, Config::kKvPitch>(b, v_base, n, k);
-                },
-                load_values);
-        } else {
-            multiply_values<Element, Config::kPitch>(warp.acc_o, acc_s, v_base, load_values);
-        }
+        SplitValues<Config>::multiply(warp.acc_o, acc_s, v_base, load_values);
         if (!values_in_keys) ptx::cp_async_commit_group();
         pipeline.next_read();
     }

@@ -52,15 +52,85 @@ __device__ __forceinline__ void clear_unseen_values(unsigned char* tile, int fir
     __syncwarp();
 }
 
+/// The 16 rows of Q, in registers where there is room, and their products with a set's keys.
+template <class Config>
+struct BulkQueries {
+    static constexpr int kSteps = Config::kHeadDim / 16;
+    uint32_t base;  // of its fragments in shared memory
+    uint32_t fragments[Config::kQInRegisters ? kSteps : 1][4];
+    const float* score_factors;  // float8: of this lane's rows, in shared memory, for registers
+
+    __device__ __forceinline__ BulkQueries(BulkSharedStorage<Config>& shared, int lane)
+        : base(a_base<Layout::kContractionInner, Config::kPitch>(ptx::shared_address(shared.q),
+                                                                 lane)),
+          score_factors(shared.score_factor + lane / 4) {
+        if constexpr (Config::kQInRegisters) {
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+                load_a<Layout::kContractionInner, Config::kPitch>(fragments[k], base, 0, k);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load(uint32_t (&a)[4], int k) const {
+        if constexpr (Config::kQInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = fragments[k][i];
+        } else {
+            load_a<Layout::kContractionInner, Config::kPitch>(a, base, 0, k);
+        }
+    }
+
+    /// acc_s += Q K^T; load_k(b, n, pair) gives two units of keys 16 n...
+    template <class LoadK>
+    __device__ __forceinline__ void multiply(float (&acc_s)[1][Config::kTilesN][4],
+                                             LoadK&& load_k) const {
+        if constexpr (Config::kFloat8) {
+            multiply_float8_keys<Sm90, kSteps>(
+                acc_s, [&](uint32_t (&a)[4], int k) { load(a, k); }, load_k, Nothing{});
+            scale_scores(acc_s, {score_factors[0], score_factors[8]});
+        } else {
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+                uint32_t a[4], b[4];
+                load_k(b, 0, k);
+                load(a, k);
+                Config::Element::mma(acc_s[0][0], a, b[0], b[1]);
+                Config::Element::mma(acc_s[0][1], a, b[2], b[3]);
+            }
+        }
+    }
+};
+
+/// acc_o += P V; load_v(b, n, k) gives two units of keys 16 k.., transposed.
+template <class Config, class LoadV>
+__device__ __forceinline__ void multiply_set_values(float (&acc_o)[1][Config::kTilesD][4],
+                                                    const float (&p)[1][Config::kTilesN][4],
+                                                    LoadV&& load_v) {
+    using Element = typename Config::Element;
+    if constexpr (Config::kFloat8) {
+        multiply_float8_values<Sm90>(acc_o, p, load_v, Nothing{});
+    } else {
+        const uint32_t a[4] = {
+            Element::pack(p[0][0][0], p[0][0][1]), Element::pack(p[0][0][2], p[0][0][3]),
+            Element::pack(p[0][1][0], p[0][1][1]), Element::pack(p[0][1][2], p[0][1][3])};
+#pragma unroll
+        for (int n = 0; n < Config::kTilesD / 2; ++n) {
+            uint32_t b[4];
+            load_v(b, n, 0);
+            Element::mma(acc_o[0][2 * n], a, b[0], b[1]);
+            Element::mma(acc_o[0][2 * n + 1], a, b[2], b[3]);
+        }
+    }
+}
+
 /// O += softmax(Q K^T) V over every second or so of the tiles: see BulkConfig.
 template <class Config>
 __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shared,
                                                  BulkWarp<Config>& warp, const SplitParams& params,
                                                  const SplitBlock& block, const BlockKeys& keys,
                                                  const KeyRange& tiles) {
-    using Element = typename Config::Element;
     using Tile = typename Config::Tile;
-    constexpr int kSteps = Config::kHeadDim / 16;
     const int stages = Config::stages(warp.sets), groups = warp.sets / Config::kSetsPerTile;
     const int first_row = warp.set % Config::kSetsPerTile * Config::kSetKeys;
     const auto q_place = [&](int row, int unit) {
@@ -78,24 +148,7 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
     const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
     ptx::bar_sync(1, 32 * warp.sets);  // Q is there
 
-    const uint32_t q_base =
-        a_base<Layout::kContractionInner, Config::kPitch>(ptx::shared_address(shared.q), warp.lane);
-    const auto load_q = [&](uint32_t (&a)[4], int k) {
-        load_a<Layout::kContractionInner, Config::kPitch>(a, q_base, 0, k);
-    };
-    uint32_t q_fragments[Config::kQInRegisters ? kSteps : 1][4];
-    if constexpr (Config::kQInRegisters) {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) load_q(q_fragments[k], k);
-    }
-    const auto fragment_of_q = [&](uint32_t (&a)[4], int k) {
-        if constexpr (Config::kQInRegisters) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = q_fragments[k][i];
-        } else {
-            load_q(a, k);
-        }
-    };
+    const BulkQueries<Config> queries(shared, warp.lane);
 
     // This lane's addresses for ldmatrix in a tile at 0; other units of a chunk differ in two bits,
     // or in one where a chunk has two pairs of units
@@ -124,25 +177,9 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         clear(acc_s);
         ptx::mbarrier_wait(ptx::shared_address(&shared.k_full[stage]), parity);
         const uint32_t k_tile = ring_address + offset + k_lane;
-        if constexpr (Config::kFloat8) {
-            multiply_float8_keys<Sm90, kSteps>(
-                acc_s, fragment_of_q,
-                [&](uint32_t (&b)[4], int n, int pair) {
-                    ptx::ldmatrix_x4(b, at_pair(k_tile, pair) + n * kSixteenKeys);
-                },
-                Nothing{});
-            const float* const factors = shared.score_factor + warp.lane / 4;  // no registers left
-            scale_scores(acc_s, {factors[0], factors[8]});
-        } else {
-#pragma unroll
-            for (int k = 0; k < kSteps; ++k) {
-                uint32_t a[4], b[4];
-                ptx::ldmatrix_x4(b, at_pair(k_tile, k));
-                fragment_of_q(a, k);
-                Element::mma(acc_s[0][0], a, b[0], b[1]);
-                Element::mma(acc_s[0][1], a, b[2], b[3]);
-            }
-        }
+        queries.multiply(acc_s, [&](uint32_t (&b)[4], int n, int pair) {
+            ptx::ldmatrix_x4(b, at_pair(k_tile, pair) + n * kSixteenKeys);
+        });
         if (warp.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.k_empty[stage]));
 
         // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
@@ -162,26 +199,9 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
                                         keys.positions, warp.lane);
         }
         const uint32_t v_tile = ring_address + offset + Tile::kBytes + v_lane;
-        if constexpr (Config::kFloat8) {
-            multiply_float8_values<Sm90>(
-                warp.acc_o, acc_s,
-                [&](uint32_t (&b)[4], int n, int k) {
-                    ptx::ldmatrix_x4_trans(b, at_pair(v_tile, n) + k * kSixteenKeys);
-                },
-                Nothing{});
-        } else {
-            const uint32_t p[4] = {Element::pack(acc_s[0][0][0], acc_s[0][0][1]),
-                                   Element::pack(acc_s[0][0][2], acc_s[0][0][3]),
-                                   Element::pack(acc_s[0][1][0], acc_s[0][1][1]),
-                                   Element::pack(acc_s[0][1][2], acc_s[0][1][3])};
-#pragma unroll
-            for (int n = 0; n < Config::kTilesD / 2; ++n) {
-                uint32_t b[4];
-                ptx::ldmatrix_x4_trans(b, at_pair(v_tile, n));
-                Element::mma(warp.acc_o[0][2 * n], p, b[0], b[1]);
-                Element::mma(warp.acc_o[0][2 * n + 1], p, b[2], b[3]);
-            }
-        }
+        multiply_set_values<Config>(warp.acc_o, acc_s, [&](uint32_t (&b)[4], int n, int k) {
+            ptx::ldmatrix_x4_trans(b, at_pair(v_tile, n) + k * kSixteenKeys);
+        });
         __syncwarp();
         if (warp.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.v_empty[stage]));
         stage += groups;
