@@ -86,7 +86,7 @@ def test_a_graph_on_each(kernel, name):
                 run(kernel, name, device, inputs)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            # torch's own choice of a stream to capture on is one for all: of the device that came first.
+            # The stream that torch would choose is one for all: of the device that came first.
             with torch.cuda.graph(graph, stream=stream):
                 captured.append(run(kernel, name, device, inputs))
             graphs.append(graph)
