@@ -140,7 +140,8 @@ std::tuple<Tensor, Tensor> attention_fwd(
     Tensor softmax_lse = empty_like_device(q, lse_shape(params.problem), ScalarType::Float);
     params.out = out.mutable_data_ptr();
     params.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
-    run(q, params);
+    // Without a row there may still be any number of sequences.
+    if (softmax_lse.numel() > 0) run(q, params);
     return {without_padding(out, head_dim_v), softmax_lse};
 }
 
@@ -196,7 +197,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_bwd(
     }
     if (needs_dattn_bias && attn_bias) dattn_bias = empty_bias_gradient(*attn_bias, params);
 
-    run(q, params);
+    if (dq.numel() > 0 || dk.numel() > 0) {
+        run(q, params);
+    } else {  // without a row there may still be any number of sequences
+        if (params.ds_aux != nullptr) torch::stable::zero_(ds_aux);
+        if (params.dattn_bias != nullptr) torch::stable::zero_(dattn_bias);
+    }
     if (params.ds_aux != nullptr) ds_aux = torch::stable::to(ds_aux, s_aux->scalar_type());
     if (params.dattn_bias != nullptr) {
         dattn_bias = torch::stable::to(dattn_bias, attn_bias->scalar_type());

@@ -67,7 +67,10 @@ class [[gnu::visibility("hidden")]] Place {
 struct [[gnu::visibility("hidden")]] Buffers {
     Tensor out, softmax_lse;
     std::optional<Tensor> workspace;
-    std::optional<Tensor> k_cache, v_cache;  // copies, of caches that a CUDA kernel cannot load
+    std::optional<Tensor> q, k_cache, v_cache;  // copies, of what a CUDA kernel cannot load
+    std::optional<Tensor> trimmed_out;          // without the columns that fill up head_dim_v
+
+    bool has_rows() const { return softmax_lse.numel() > 0; }
 };
 
 /// A CUDA kernel gets rows of 16-byte units: the head dims of `params` become those of such rows.
@@ -79,32 +82,40 @@ Buffers allocate_buffers(const Place& place, const KvCacheArguments& arguments,
         problem.head_dim = static_cast<int>(fan::padded_head_dim(problem.head_dim));
         problem.head_dim_v = static_cast<int>(fan::padded_head_dim(problem.head_dim_v));
     }
-    const int64_t workspace_bytes = place.workspace_bytes(params);
-    Buffers buffers{
-        fan::empty_like_device(q, fan::with_last(q, problem.head_dim_v), q.scalar_type()),
-        fan::empty_like_device(q, fan::lse_shape(problem), ScalarType::Float),
-        fan::workspace_of(q, workspace_bytes), std::nullopt, std::nullopt};
-    const auto copy_of = [&](const Tensor& cache) {
-        const bool is_read_in_place = q.is_cpu() || fan::has_vector_rows(cache);
-        return is_read_in_place ? std::nullopt : std::make_optional(fan::empty_vector_rows(cache));
+    Buffers buffers;
+    buffers.out = fan::empty_like_device(q, fan::with_last(q, problem.head_dim_v), q.scalar_type());
+    buffers.softmax_lse = fan::empty_like_device(q, fan::lse_shape(problem), ScalarType::Float);
+    const int64_t head_dim_v = arguments.v_cache.size(3);
+    if (problem.head_dim_v != head_dim_v) {
+        buffers.trimmed_out =
+            fan::empty_like_device(q, fan::with_last(q, head_dim_v), q.scalar_type());
+    }
+    if (!buffers.has_rows()) return buffers;
+    buffers.workspace = fan::workspace_of(q, place.workspace_bytes(params));
+    const auto copy_of = [&](const Tensor& tensor, bool is_loadable) {
+        const bool is_read_in_place = q.is_cpu() || is_loadable;
+        return is_read_in_place ? std::nullopt : std::make_optional(fan::empty_vector_rows(tensor));
     };
-    buffers.k_cache = copy_of(arguments.k_cache);
-    buffers.v_cache = copy_of(arguments.v_cache);
+    // A rotated q is a new tensor, whose rows follow each other.
+    buffers.q = copy_of(q, arguments.rotary_cos ? q.size(q.dim() - 1) == problem.head_dim
+                                                : fan::has_vector_rows(q));
+    buffers.k_cache = copy_of(arguments.k_cache, fan::has_vector_rows(arguments.k_cache));
+    buffers.v_cache = copy_of(arguments.v_cache, fan::has_vector_rows(arguments.v_cache));
     params.out = buffers.out.mutable_data_ptr();
     params.softmax_lse = static_cast<float*>(buffers.softmax_lse.mutable_data_ptr());
     if (buffers.workspace) params.workspace = buffers.workspace->mutable_data_ptr();
     return buffers;
 }
 
-/// Fills the copies, which replace the caches in `arguments`.
+/// Fills the copies, which replace their originals in `arguments`.
 void align_inputs(KvCacheArguments& arguments, Buffers& buffers, KvCacheAttentionParams& params) {
     if (arguments.q.is_cpu()) return;
-    const auto align = [](Tensor& cache, std::optional<Tensor>& copy) {
+    const auto align = [](Tensor& tensor, std::optional<Tensor>& copy) {
         if (!copy) return;
-        fan::fill_vector_rows(*copy, cache);
-        cache = *copy;
+        fan::fill_vector_rows(*copy, tensor);
+        tensor = *copy;
     };
-    arguments.q = fan::with_vector_rows(arguments.q);
+    align(arguments.q, buffers.q);
     align(arguments.k_cache, buffers.k_cache);
     align(arguments.v_cache, buffers.v_cache);
     params.cache.k_strides = fan::strides_of(arguments.k_cache);
@@ -116,6 +127,7 @@ void append(const Place& place, KvCacheArguments& arguments, const KvCacheAttent
             bool rotary_interleaved) {
     const Tensor k = fan::with_unit_last_stride(*arguments.k);
     const Tensor v = fan::with_unit_last_stride(*arguments.v);
+    const bool has_new_rows = k.numel() > 0;
     KvCacheAppendParams append;
     append.dtype = params.problem.dtype;
     append.cache = params.cache;
@@ -131,7 +143,10 @@ void append(const Place& place, KvCacheArguments& arguments, const KvCacheAttent
     append.v = v.const_data_ptr();
     append.k_strides = fan::strides_of(k);
     append.v_strides = fan::strides_of(v);
-    if (!arguments.rotary_cos) return place.append(append);
+    if (!arguments.rotary_cos) {
+        if (has_new_rows) place.append(append);
+        return;
+    }
 
     const Tensor cos = torch::stable::contiguous(*arguments.rotary_cos);
     const Tensor sin = torch::stable::contiguous(*arguments.rotary_sin);
@@ -150,21 +165,27 @@ void append(const Place& place, KvCacheArguments& arguments, const KvCacheAttent
     Tensor q_rotated =
         fan::empty_like_device(arguments.q, fan::shape_of(arguments.q), arguments.q.scalar_type());
     append.q_rotated = q_rotated.mutable_data_ptr();
-    place.append(append);
+    if (has_new_rows || q_rotated.numel() > 0) place.append(append);
     arguments.q = q_rotated;
 }
 
-/// Attention to the cache as it is now.
+/// Attention to the cache as it is now. Allocates nothing.
 std::tuple<Tensor, Tensor> attend(const Place& place, KvCacheArguments& arguments,
                                   KvCacheAttentionParams& params, Buffers& buffers) {
-    const int64_t head_dim_v = arguments.v_cache.size(3);
+    const Tensor& out = buffers.trimmed_out ? *buffers.trimmed_out : buffers.out;
+    if (!buffers.has_rows()) return {out, buffers.softmax_lse};
     align_inputs(arguments, buffers, params);
     params.q = arguments.q.const_data_ptr();
     params.q_strides = fan::strides_of(arguments.q);
     params.k_cache = arguments.k_cache.const_data_ptr();
     params.v_cache = arguments.v_cache.const_data_ptr();
     place.attend(params);
-    return {fan::without_padding(buffers.out, head_dim_v), buffers.softmax_lse};
+    if (buffers.trimmed_out) {
+        const int64_t last = out.dim() - 1;
+        torch::stable::copy_(*buffers.trimmed_out,
+                             torch::stable::narrow(buffers.out, last, 0, out.size(last)));
+    }
+    return {out, buffers.softmax_lse};
 }
 
 }  // namespace

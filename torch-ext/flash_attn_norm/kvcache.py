@@ -143,8 +143,6 @@ def flash_attn_with_kvcache(
     renamed = None if page_table is None else {"block_table": "page_table"}
     page_table = block_table if page_table is None else page_table
     check_paged(k_cache, page_table, renamed)
-    if k is not None:
-        _check_written(k_cache=k_cache, v_cache=v_cache)
     k_descale, k_factor = _descale("k_descale", k_descale, k_cache)
     v_descale, v_factor = _descale("v_descale", v_descale, v_cache)
     lengths, seqlen = _lengths(cache_seqlens, k_cache, page_table)
@@ -178,18 +176,6 @@ def flash_attn_with_kvcache(
         v_factor,
     )
     return (out, softmax_lse) if return_softmax_lse else out
-
-
-def _check_written(**caches: Tensor) -> None:
-    """Refuses views that torch would write into a copy of. A compiler does not know them."""
-    if torch.compiler.is_compiling():
-        return
-    for name, cache in caches.items():
-        if cache.is_neg():
-            raise ValueError(
-                f"{name} is a view of the negative numbers of those in memory, which new rows "
-                f"cannot be written into; pass {name}.clone()"
-            )
 
 
 def _descale(
