@@ -46,11 +46,11 @@ PUBLIC_SIGNATURES = {
     "flash_attn_func": f"q k v {PUBLIC}",
     "flash_attn_qkvpacked_func": f"qkv {PUBLIC}",
     "flash_attn_kvpacked_func": f"q kv {PUBLIC}",
-    "flash_attn_varlen_func": f"q k v {LENGTHS} {POSITIONAL} block_table {KEYWORDS}",
+    "flash_attn_varlen_func": f"q k v {LENGTHS} {POSITIONAL} block_table {KEYWORDS} seqused_k",
     "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {PUBLIC}",
     "flash_attn_varlen_kvpacked_func": f"q kv {LENGTHS} {PUBLIC}",
 }
-KEYWORD_ONLY = set(KEYWORDS.split())
+KEYWORD_ONLY = {*KEYWORDS.split(), "seqused_k"}
 SCALE = 0.125
 
 
@@ -176,9 +176,19 @@ def test_refusals(kernel, bf16_place):
     call = kernel._flash_attn_varlen_forward
     with pytest.raises(ValueError, match="return_softmax is True"):
         call(**inputs, **lengths, **scalars, return_softmax=True)
-    for name in ("leftpad_k", "seqused_k"):
-        with pytest.raises(ValueError, match=f"{name} is given without a block_table"):
-            call(**inputs, **lengths, **scalars, **{name: inputs["cu_seqlens_q"]})
+    with pytest.raises(ValueError, match="leftpad_k is given without a block_table"):
+        call(**inputs, **lengths, **scalars, leftpad_k=inputs["cu_seqlens_q"])
+
+
+def test_used_keys(kernel, bf16_place):
+    inputs = make_packed(bf16_place, [9, 4], [20, 7])
+    inputs |= {"max_seqlen_q": 9, "max_seqlen_k": 20, "softmax_scale": SCALE, "causal": True}
+    used = lengths_tensor([11, 7], bf16_place)
+    out, lse, _, _ = kernel._flash_attn_varlen_forward(**inputs, dropout_p=0.0, seqused_k=used)
+    options = {"seqused_k": used, "return_softmax_lse": True}
+    expected = kernel.flash_attn_varlen_func(**inputs, **options)
+    assert_same_bits("out", out, expected[0])
+    assert_same_bits("lse", lse, expected[1])
 
 
 def test_pages(kernel, bf16_place):

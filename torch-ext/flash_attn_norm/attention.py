@@ -9,6 +9,7 @@ from torch import Tensor
 from .arguments import by_name, check_flag, check_number, check_whole_number
 from .attention_op import attention
 from .kvcache_op import paged_attention
+from .seqused import Sequences, cut_at_used_keys
 
 AttentionResult = Union[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, None]]
 
@@ -105,7 +106,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Optional[Tensor],
     max_seqlen_q: Union[int, Tensor],
     max_seqlen_k: Union[int, Tensor],
     dropout_p: float = 0.0,
@@ -121,6 +122,7 @@ def flash_attn_varlen_func(
     s_aux: Optional[Tensor] = None,
     attn_bias: Optional[Tensor] = None,
     return_softmax_lse: bool = False,
+    seqused_k: Optional[Tensor] = None,
 ) -> AttentionResult:
     """Softmax attention over packed sequences: sequence i is rows ``cu_seqlens_q[i]`` to
     ``cu_seqlens_q[i + 1]`` of ``q`` and likewise of ``k`` and ``v``, and sees no other.
@@ -151,6 +153,11 @@ def flash_attn_varlen_func(
         attn_bias: (1 or num_heads_q, 1 or total_q, columns), columns being at least the longest
             seqlen_k; column j belongs to key j of the row's own sequence. Gradient 0 where a row
             has no such key.
+        seqused_k: (batch_size,), int32, how many of its keys each sequence uses, the first ones:
+            its seqlen_k, as masks count. The others are not used, whatever they hold, and have
+            gradients 0. At most the length in ``cu_seqlens_k``, or with a ``block_table``, where
+            ``cu_seqlens_k`` may be None, the room on the pages; checked or clamped as
+            ``cu_seqlens_q``.
 
     Returns:
         out, (total_q, num_heads_q, head_dim_v); softmax_lse, if asked for, (num_heads_q, total_q).
@@ -160,7 +167,8 @@ def flash_attn_varlen_func(
     """
     _check_results(return_attn_probs, return_softmax_lse, dropout_p)
     _check_index_tensor("cu_seqlens_q", cu_seqlens_q)
-    _check_index_tensor("cu_seqlens_k", cu_seqlens_k)
+    if cu_seqlens_k is not None or block_table is None or seqused_k is None:
+        _check_index_tensor("cu_seqlens_k", cu_seqlens_k)
     _check_max_seqlen("max_seqlen_q", max_seqlen_q)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
@@ -179,8 +187,12 @@ def flash_attn_varlen_func(
             alibi_slopes,
             s_aux,
             attn_bias,
+            seqused_k=seqused_k,
         )
         return _result(out, softmax_lse, return_attn_probs, return_softmax_lse)
+    if seqused_k is not None:
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        cu_seqlens_q, cu_seqlens_k, alibi_slopes = cut_at_used_keys(sequences, seqused_k)
     out, softmax_lse = attention(
         q,
         k,

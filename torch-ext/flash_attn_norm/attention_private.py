@@ -11,6 +11,7 @@ from .arguments import check_flag, check_number, check_tensor, check_whole_numbe
 from .attention_op import check_scalars, check_tensors, checks_values, draw_rng_state
 from .calls import call
 from .kvcache_op import paged_attention
+from .seqused import Sequences, cut_at_used_keys
 
 _ROW_BLOCK = 128  # FlashAttention-2 rounds the rows of softmax_d up to this
 
@@ -20,12 +21,6 @@ def _refuse_return_softmax(return_softmax: bool) -> None:
         raise ValueError(
             "return_softmax is True, but no probability matrix is kept; it must be False"
         )
-
-
-def _refuse_without_table(**arguments: Optional[Tensor]) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} is given without a block_table; it must be None")
 
 
 def _check_index_tensors(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
@@ -227,10 +222,9 @@ def _flash_attn_varlen_forward(
     """``(out, softmax_lse, S_dmask, rng_state)`` of packed attention; see ``_flash_attn_forward``.
 
     ``max_seqlen_q`` and ``max_seqlen_k`` are read by nothing. ``zero_tensors`` changes nothing:
-    every element is written. With a ``block_table``, ``leftpad_k`` and ``seqused_k`` are
-    (batch_size,) int32: rows in front of the first key, and the number of keys where it is not
-    ``cu_seqlens_k`` that says it; without one both must be None (ValueError). Shapes and further
-    errors are those of ``flash_attn_varlen_func``.
+    every element is written. ``leftpad_k``, with a ``block_table`` alone (ValueError), is
+    (batch_size,) int32: rows in front of the first key. ``seqused_k``, shapes and further errors
+    are those of ``flash_attn_varlen_func``.
     """
     _refuse_return_softmax(return_softmax)
     _check_index_tensors(cu_seqlens_q, cu_seqlens_k)
@@ -255,7 +249,11 @@ def _flash_attn_varlen_forward(
         )
         rng_state = torch.zeros((2,), dtype=torch.int64, device=q.device)
         return out, softmax_lse, q.new_empty((0,)), rng_state
-    _refuse_without_table(leftpad_k=leftpad_k, seqused_k=seqused_k)
+    if leftpad_k is not None:
+        raise ValueError("leftpad_k is given without a block_table; it must be None")
+    if seqused_k is not None:
+        sequences = Sequences(cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+        cu_seqlens_q, cu_seqlens_k, alibi_slopes = cut_at_used_keys(sequences, seqused_k)
     check_tensors(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, None, None)
     dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap = _check_scalars(
         dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap

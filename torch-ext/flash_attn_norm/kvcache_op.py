@@ -79,7 +79,7 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Optional[Tensor],
     block_table: Tensor,
     dropout_p: float,
     softmax_scale: Optional[float],
@@ -93,7 +93,7 @@ def paged_attention(
     seqused_k: Optional[Tensor] = None,
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_varlen_func`` with a block table: keys on the pages of a cache. A ``seqused_k``
-    says their number instead of ``cu_seqlens_k``."""
+    says their number instead of ``cu_seqlens_k``, which may then be None."""
     if check_number("dropout_p", dropout_p) != 0:
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; it must be 0")
     if attn_bias is not None:
@@ -105,8 +105,8 @@ def paged_attention(
             "k": k_cache,
             "v": v_cache,
             "cu_seqlens_q": cu_seqlens_q,
-            "cu_seqlens_k": cu_seqlens_k,
         },
+        cu_seqlens_k=cu_seqlens_k,
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,

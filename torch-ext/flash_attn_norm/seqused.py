@@ -1,0 +1,73 @@
+"""Packed sequences of which only the first keys are used."""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from .arguments import check_tensor, refuse_dtensor
+from .attention_op import checks_values
+
+
+class Sequences(NamedTuple):
+    """What says where packed sequences lie, and what has a value for each of them."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    alibi_slopes: Optional[Tensor]
+
+
+def cut_at_used_keys(sequences: Sequences, seqused_k: Tensor) -> Sequences:
+    """Two sequences for each: its queries with the keys that are used, and no queries with the
+    others. What a kernel promises for a neighbour then holds for keys that are not used, whatever
+    they hold, and for their gradients.
+
+    Index tensors that do not go together are given back as they are: the op says what is wrong.
+    """
+    cu_seqlens_q, cu_seqlens_k, alibi_slopes = sequences
+    refuse_dtensor("seqused_k", seqused_k)
+    check_tensor("seqused_k", seqused_k)
+    for tensor in (cu_seqlens_q, cu_seqlens_k):
+        if tensor.dim() != 1 or tensor.dtype != torch.int32 or tensor.shape[0] < 1:
+            return sequences
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
+        return sequences
+    batch_size = cu_seqlens_k.shape[0] - 1
+    _check_shape(seqused_k, batch_size, cu_seqlens_k.device)
+    lengths = cu_seqlens_k.diff()
+    if not torch.compiler.is_compiling() and (seqused_k.is_cpu or checks_values()):
+        _check_values(seqused_k, lengths)
+    # 0, 0, 5, 5, 9, 9, ...: the second of a pair becomes the end of the keys that are used.
+    pairs = cu_seqlens_k.repeat_interleave(2)
+    pairs[1:-1:2] += torch.minimum(seqused_k.clamp(min=0), lengths)
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
+    return Sequences(cu_seqlens_q.repeat_interleave(2)[1:], pairs[:-1], alibi_slopes)
+
+
+def _check_shape(seqused_k: Tensor, batch_size: int, device: torch.device) -> None:
+    if seqused_k.device != device:
+        raise ValueError(
+            f"seqused_k is on {seqused_k.device} but cu_seqlens_k is on {device}; all tensors of a "
+            "call must be on one device"
+        )
+    if seqused_k.dtype != torch.int32:
+        raise ValueError(
+            f"seqused_k has dtype {seqused_k.dtype}; it must be torch.int32, e.g. "
+            "seqused_k.to(torch.int32)"
+        )
+    if tuple(seqused_k.shape) != (batch_size,):
+        raise ValueError(
+            f"seqused_k has shape {tuple(seqused_k.shape)}; it must be (batch_size,) = "
+            f"({batch_size},)"
+        )
+
+
+def _check_values(seqused_k: Tensor, lengths: Tensor) -> None:
+    """Of values that the host may read; see ``check_inputs``."""
+    wrong = (seqused_k < 0) | (seqused_k > lengths)
+    for index in wrong.nonzero().flatten().tolist()[:1]:
+        raise ValueError(
+            f"seqused_k[{index}] is {seqused_k[index].item()}; it must lie between 0 and the "
+            f"sequence's length in cu_seqlens_k, {lengths[index].item()}"
+        )
