@@ -65,7 +65,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--archs",
         metavar="A,B",
-        help="only these capabilities of build.toml's, such as 8.9,9.0,9.0a",
+        help="only these capabilities of build.toml's, such as 9.0,9.0a",
     )
     parser.add_argument("--jobs", type=int, help="compilers at a time; default by cores and memory")
     parser.add_argument(
@@ -149,6 +149,9 @@ def build_variant(
         if not options.skip_checks:
             check_build(plan, options.root, options.toolkit_dir)
         all_archs = sorted({arch for section in archs.values() for arch in section})
+        if options.archs:  # not those of kernels that have none of them
+            asked_for = {Arch.parse(text.strip()) for text in options.archs.split(",")}
+            all_archs = [arch for arch in all_archs if arch.without_ptx in asked_for]
         staged = build_dir / "staged"
         shutil.rmtree(staged, ignore_errors=True)
         lay_out_variant(
@@ -182,14 +185,29 @@ def _choose_archs(
     chosen = {}
     for name, archs in sections.items():
         chosen[name] = [arch for arch in archs if known[arch]]
-        if wanted is not None:
-            chosen[name] = [arch for arch in chosen[name] if arch.without_ptx in wanted]
         if not chosen[name]:
             raise BuildError(
-                f"kernel.{name}: no capability left of {', '.join(map(str, archs))}"
-                + (f" with --archs {only}" if only else f" that CUDA {toolkit.version} knows")
+                f"kernel.{name}: no capability left of {', '.join(map(str, archs))} that CUDA "
+                f"{toolkit.version} knows"
             )
+        if wanted is not None:
+            chosen[name] = _asked_for(name, chosen[name], wanted)
     return chosen
+
+
+def _asked_for(name: str, archs: list[Arch], wanted: set[Arch]) -> list[Arch]:
+    """Those of a section that are wanted. A section that has none of them serves other devices, but
+    the library is linked with its host code: it is built for one, of a wanted device if it can
+    be."""
+    asked_for = [arch for arch in archs if arch.without_ptx in wanted]
+    if asked_for:
+        return asked_for
+    devices = {(arch.major, arch.minor) for arch in wanted}
+    one = min(archs, key=lambda arch: ((arch.major, arch.minor) not in devices, arch)).without_ptx
+    print(
+        f"kernel.{name}: has none of {', '.join(map(str, sorted(wanted)))}; built for {one} alone"
+    )
+    return [one]
 
 
 def _parse_only(only: str, listed: set[Arch], toolkit: CudaToolkit) -> set[Arch]:

@@ -141,6 +141,20 @@ def test_cuda_variant(project):
     assert "architectures 9.0a;" in only.stdout
 
 
+def test_a_kernel_that_has_none_of_the_archs_asked_for(project):
+    """It serves other devices, but the library is linked with it; the build says so."""
+    project.write("csrc/older.cu", "__global__ void older() {}\n")
+    section = '\n[kernel.older_cuda]\nbackend = "cuda"\ndepends = []\ninclude = ["csrc"]\n'
+    section += 'cuda-capabilities = ["8.6", "8.0+PTX"]\nsrc = ["csrc/older.cu"]\n'
+    project.write("build.toml", (project.root / "build.toml").read_text() + section)
+    result = project.build("--backend", "cuda", "--archs", "9.0a")
+    assert result.returncode == 0, result.stderr
+    assert "kernel.older_cuda: has none of 9.0a; built for 8.0 alone" in result.stdout
+    assert "architectures 9.0a;" in result.stdout
+    metadata = json.loads((project.root / "build" / CUDA_VARIANT / "metadata.json").read_text())
+    assert metadata["backend"]["archs"] == ["9.0a"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
