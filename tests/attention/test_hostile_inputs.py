@@ -230,6 +230,9 @@ def test_function_transforms(kernel, inputs):
     expected = torch.stack([torch.autograd.grad(loss(x.requires_grad_()), x)[0] for x in batch])
     torch.testing.assert_close(torch.func.grad(loss)(batch[0].detach()), expected[0])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(batch.detach()), expected)
+    torch.testing.assert_close(
+        torch.func.grad(lambda q: torch.func.vmap(loss)(q).sum())(batch.detach()), expected
+    )
     _, pull_back = torch.func.vjp(loss, batch[1].detach())
     torch.testing.assert_close(pull_back(torch.tensor(1.0))[0], expected[1])
     with pytest.raises(NotImplementedError, match="no second derivative"):

@@ -27,7 +27,7 @@ def call(op: Callable, arguments: tuple, renamed: Optional[dict[str, str]] = Non
 def _run(op: Callable, arguments: tuple) -> Any:
     # A formula that is registered for an op makes a Python function of its autograd key; below that
     # key 12 us of a call are saved.
-    if torch.is_grad_enabled() or _is_transformed():
+    if _is_transformed() or records_gradient(arguments):
         return op(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
@@ -82,10 +82,14 @@ def save_nothing(ctx, inputs, output) -> None:
 
 
 def records_gradient(inputs: Iterable) -> bool:
-    """Whether autograd records a call of these inputs, not all of which need be tensors."""
-    return torch.is_grad_enabled() and any(
-        isinstance(value, Tensor) and value.requires_grad for value in inputs
-    )
+    """Whether autograd records a call of these inputs, not all of which need be tensors. Under
+    torch.func it may record any call: a tensor that vmap maps does not tell."""
+    if not torch.is_grad_enabled():
+        return False
+    for value in inputs:  # any() takes twice as long
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def _refusal(error: Exception, renamed: dict[str, str]) -> Optional[ValueError]:
