@@ -95,8 +95,23 @@ def test_function_transforms(norm):
     expected = torch.stack([torch.autograd.grad(loss(x.requires_grad_()), x)[0] for x in batch])
     torch.testing.assert_close(torch.func.grad(loss)(batch[0].detach()), expected[0])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(batch.detach()), expected)
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: torch.func.vmap(loss)(x).sum())(batch.detach()), expected
+    )
     with pytest.raises(NotImplementedError, match="no second derivative"):
         torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(batch[0].detach())
+
+
+def test_gradient_of_a_mapped_sum(norm):
+    """The sum with the residual is kept for the backward pass here too."""
+    x, residual = torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 2, 8)
+
+    def loss(x, residual):
+        return norm(x, residual=residual).pow(3).sum()
+
+    expected = torch.autograd.grad(loss(x, residual), x)[0]
+    ours = torch.func.grad(lambda x: torch.func.vmap(loss)(x, residual).sum())(x.detach())
+    torch.testing.assert_close(ours, expected)
 
 
 def test_tensors_with_a_negative_bit(norm):
