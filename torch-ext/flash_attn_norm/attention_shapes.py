@@ -1,16 +1,22 @@
 """Devices, dtypes, shapes and numbers that the attention ops refuse, for their fakes: a call on
 "meta" tensors and a trace end with the errors of a real call."""
 
-import ctypes
 import math
-from typing import Callable, Optional, Union
+from typing import Optional
 
 import torch
-from torch import SymBool, SymFloat, SymInt, Tensor
+from torch import Tensor
 
 from .arguments import counted
+from .fake_checks import (
+    FLOAT_DTYPES,
+    in_float32,
+    is_known,
+    refuse_other_devices,
+    require,
+    transposed_text,
+)
 
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 512
 _SHAPES = {
     False: {
@@ -66,32 +72,6 @@ def check_shapes(
     _check_extras(q, k, packed, batch_size, **extras)
 
 
-def require(condition: Union[bool, SymBool], message: Callable[[], str]) -> None:
-    """Raises ValueError unless the condition holds; where sizes are known only when a graph runs,
-    torch turns this into a check of that time."""
-    torch._check_value(condition, message)
-
-
-def refuse_other_devices(first_name: str, first: Tensor, **tensors: Optional[Tensor]) -> None:
-    """The op does this too, but with a tensor on "meta" torch calls the fake instead."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != first.device:
-            raise ValueError(
-                f"{name} is on {tensor.device} but {first_name} is on {first.device}; all tensors "
-                "of a call must be on one device"
-            )
-
-
-def in_float32(value: float) -> float:
-    """As kernels see it: a number that leaves float32's range becomes infinite or zero there."""
-    return ctypes.c_float(value).value
-
-
-def is_known(value: Union[float, SymInt, SymFloat]) -> bool:
-    """Whether a trace has the number itself; the op checks others when the graph runs."""
-    return not isinstance(value, (SymInt, SymFloat))
-
-
 def check_attention_scalars(
     softmax_scale: float, window_left: int, window_right: int, softcap: float
 ) -> None:
@@ -121,14 +101,6 @@ def check_dropout(dropout_p: float, rng_state: Optional[Tensor]) -> None:
             f"rng_state has dtype {rng_state.dtype} and shape {tuple(rng_state.shape)}; it must be "
             "torch.int64 of shape (2,), contiguous"
         )
-
-
-def transposed_text(name: str, tensor: Tensor, shape: str) -> str:
-    """What a refusal adds where rows and heads seem to have changed places."""
-    return (
-        f"; {name} has shape {tuple(tensor.shape)}, expected {shape}: it looks transposed, pass "
-        f"{name}.transpose(1, 2)"
-    )
 
 
 def _check_rank(name: str, tensor: Tensor, packed: bool) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_flag, check_number, check_whole_number
-from .attention_shapes import is_known
+from .fake_checks import is_known
 from .kvcache_op import attend, check_inference, check_paged
 
 _FLOAT32 = torch.finfo(torch.float32)

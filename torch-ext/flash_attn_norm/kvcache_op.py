@@ -2,7 +2,7 @@
 share. They have no gradient."""
 
 from collections.abc import Sequence
-from typing import NoReturn, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from .attention_op import checks_values
 from .attention_shapes import check_attention_scalars
 from .calls import call
 from .kvcache_shapes import check_kvcache_numbers, check_kvcache_shapes
+from .kvcache_transforms import refuse_functionalization
 
 # How the packed functions name what the op calls otherwise.
 _PACKED_NAMES = {
@@ -209,7 +210,7 @@ def attend(
             ),
             renamed,
         )
-    _refuse_functionalization(k_cache, v_cache, q, k, v)
+    refuse_functionalization(k_cache, v_cache, q, k, v)
     results = call(
         ops.attention_kvcache_append,
         (
@@ -353,46 +354,6 @@ def _attention_kvcache_append_fake(
     has_lengths = cache_seqlens is not None
     check_kvcache_numbers(seqlen, num_splits, k_cache, k, page_table, has_lengths)
     return _empty_results(q, v_cache, packed=False)
-
-
-def _append_of_views(k_cache: Tensor, v_cache: Tensor, *arguments) -> tuple[Tensor, Tensor]:
-    """The op where an input is a view of the negative or conjugate numbers of those in memory.
-    Torch's own way is to call it with copies, in which new rows of a cache would be lost."""
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.is_neg() or cache.is_conj():
-            numbers = "conjugates" if cache.is_conj() else "negatives"
-            raise ValueError(
-                f"{name} is a view of the {numbers} of what is in memory, which new rows cannot be "
-                f"written into; pass {name}.clone()"
-            )
-    resolved = (
-        value.resolve_conj().resolve_neg() if isinstance(value, Tensor) else value
-        for value in arguments
-    )
-    return ops.attention_kvcache_append(k_cache, v_cache, *resolved)
-
-
-def _append_batched(info, in_dims, *arguments) -> NoReturn:
-    raise NotImplementedError(
-        "flash_attn_with_kvcache writes k and v into its caches, which torch.func.vmap does not "
-        "follow; call it once, with the mapped dimension as a part of batch_size"
-    )
-
-
-def _refuse_functionalization(*tensors: Tensor) -> None:
-    """Refuses what torch.func.functionalize would call the op with; a compiler does it another
-    way."""
-    if not torch.compiler.is_compiling() and any(map(torch._is_functional_tensor, tensors)):
-        raise NotImplementedError(
-            "flash_attn_with_kvcache writes k and v into its caches, which "
-            "torch.func.functionalize does not follow; call it outside, or use torch.compile"
-        )
-
-
-_library = torch.library.Library(ops.name, "IMPL")
-_library.impl("attention_kvcache_append", _append_of_views, "Negative")
-_library.impl("attention_kvcache_append", _append_of_views, "Conjugate")
-torch.library.register_vmap(add_op_namespace_prefix("attention_kvcache_append"), _append_batched)
 
 
 def _empty_results(q: Tensor, v_cache: Tensor, packed: bool) -> tuple[Tensor, Tensor]:

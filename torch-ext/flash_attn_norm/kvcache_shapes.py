@@ -7,14 +7,8 @@ import torch
 from torch import Tensor
 
 from .arguments import counted
-from .attention_shapes import (
-    FLOAT_DTYPES,
-    check_head_terms,
-    is_known,
-    refuse_other_devices,
-    require,
-    transposed_text,
-)
+from .attention_shapes import check_head_terms
+from .fake_checks import FLOAT_DTYPES, is_known, refuse_other_devices, require, transposed_text
 
 _MAX_HEAD_DIM = 512
 _OTHER_FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

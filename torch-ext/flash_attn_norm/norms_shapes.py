@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .attention_shapes import FLOAT_DTYPES, in_float32, is_known, refuse_other_devices, require
+from .fake_checks import FLOAT_DTYPES, in_float32, is_known, refuse_other_devices, require
 
 
 def check_norm_shapes(
