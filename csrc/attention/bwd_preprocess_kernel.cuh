@@ -110,6 +110,10 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     const int thread = static_cast<int>(threadIdx.x);
     const int64_t rows = first_row < 0 ? 0 : info.seqlen_q - first_row;
 
+    // The main kernel's ticket.
+    if (kDependent && blockIdx.x == 0 && thread == 0 && !params.deterministic) {
+        *workspace.counters = 0;
+    }
     if (zeroed_entries == 0) {
         const int64_t tiles = slots.count() * problem.num_heads_q;
         if (thread < 2) workspace.dq_turn[thread * tiles + tile.index] = 0;

@@ -23,6 +23,13 @@ __device__ __forceinline__ float ld_shared_f32(uint32_t address) {
     return value;
 }
 
+/// ld.shared.u32.
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
+    uint32_t value;
+    asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 /// st.shared.v4.f32: four floats to an address of a multiple of 16.
 __device__ __forceinline__ void st_shared_v4_f32(uint32_t address, float a, float b, float c,
                                                  float d) {

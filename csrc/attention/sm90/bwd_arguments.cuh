@@ -67,8 +67,8 @@ inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, 
     args.query_tiles_per_sequence = static_cast<int>(queries.blocks_per_entry());
     args.key_tiles_per_head = static_cast<int>(keys.count());
     args.key_tiles_per_sequence = static_cast<int>(keys.blocks_per_entry());
-    const int64_t tiles = int64_t{args.order.units} * args.order.blocks;
-    return static_cast<int>(tiles);
+    args.tiles = static_cast<int>(int64_t{args.order.units} * args.order.blocks);
+    return args.tiles;
 }
 
 /// CTAs (or clusters) that share a K/V head's group, so that `tiles_at_once` of them have work. A

@@ -39,6 +39,7 @@ struct BwdArgs {
     AttentionBwdParams params;
     BwdWorkspace workspace;
     BwdTileOrder order;
+    int tiles = 0;
     bool first_stores_dq = false;  // see BwdPassOptions
     // Tiles without a mask start at different query blocks, each at its own first key, so that the
     // first one that comes to a query block is not followed closely by others who would wait.
@@ -86,10 +87,10 @@ struct BwdTile {
         return next < end ? next : next - (end - begin);
     }
 
-    /// Tile `tile` of `args`, kTileKeys keys, of which this CTA has kKeys from `offset` on. All of
-    /// its CTAs go through the same query blocks.
+    /// Becomes tile `index` of `args`, kTileKeys keys, of which this CTA has kKeys from `offset`
+    /// on. All of its CTAs go through the same query blocks.
     template <int kTileKeys, int kKeys, int kBlockM>
-    __device__ static BwdTile make(const BwdArgs& args, int index, int offset);
+    __device__ void find(const BwdArgs& args, int index, int offset);
 };
 
 /// Which rows see a key, in 32 bits: sequences are shorter than 2^30 here, and windows are cut to
@@ -136,13 +137,15 @@ struct KeyWindow {
 };
 
 template <int kTileKeys, int kKeys, int kBlockM>
-__device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
+__device__ __forceinline__ void BwdTile::find(const BwdArgs& args, int index, int offset) {
     const AttentionProblem& problem = args.params.problem;
     const BwdTileOrder::Tile place = args.order.tile(index);
     const int heads = problem.num_heads_kv * args.head_splits;
     const int unit_sequence = args.by_heads.quotient(place.unit);
     const int head_split = place.unit - unit_sequence * heads;
-    BwdTile tile;
+    BwdTile& tile = *this;
+    tile.batch = tile.key_row = tile.query_row = 0;
+    tile.head_begin = tile.head_end = 0;  // unused
     int seqlen_k = 0, first_key_tile = 0, block = place.block;
     if (problem.is_packed()) {
         const BlockSlots slots = BlockSlots::keys(problem, kTileKeys);
@@ -152,7 +155,7 @@ __device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
             seqlen_info_or_uncovered(problem, tile.sequence, /*of_queries=*/false);
         tile.seqlen_q = static_cast<int>(info.seqlen_q);
         seqlen_k = static_cast<int>(info.seqlen_k);
-        if (block < 0 || block * kTileKeys >= seqlen_k) return tile;  // an unused slot
+        if (block < 0 || block * kTileKeys >= seqlen_k) return;  // an unused slot
         tile.query_row = static_cast<int>(info.row_q);
         tile.key_row = static_cast<int>(info.row_k);
         tile.first_tile =
@@ -200,7 +203,6 @@ __device__ BwdTile BwdTile::make(const BwdArgs& args, int index, int offset) {
     const auto cut = [&](int row) { return max(-seqlen_k, min(row, tile.seqlen_q)); };
     tile.row_begin = window.right < 0 ? -seqlen_k : cut(window.row_begin(first_key));
     tile.row_end = window.left < 0 ? tile.seqlen_q : cut(window.row_end(first_key));
-    return tile;
 }
 
 /// Waits for the phase of this parity. The cluster kernel is faster with this loop, the other one
@@ -230,6 +232,17 @@ __device__ __forceinline__ void zero_rows(unsigned char* tile, int first_row, in
 #pragma unroll 1
         for (int i = thread; i < units; i += kThreads) begin[i] = make_uint4(0, 0, 0, 0);
     }
+}
+
+/// The same of two tiles by all consumers, which meet then.
+template <class Layout, int kThreads>
+__device__ __forceinline__ void zero_foreign_rows(unsigned char* a, unsigned char* b,
+                                                  int first_row) {
+    const int thread = static_cast<int>(threadIdx.x) - 128;
+    zero_rows<Layout, kThreads>(a, first_row, thread);
+    zero_rows<Layout, kThreads>(b, first_row, thread);
+    ptx::fence_proxy_async_shared();
+    ptx::bar_sync(kConsumersMeet, kThreads);
 }
 
 /// Writes the tile of a gradient, in shared memory, to its place. kThreads threads, from 128 on;

@@ -620,7 +620,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
         ptx::prefetch_tensormap(&args.k);
         ptx::prefetch_tensormap(&args.v);
         ptx::prefetch_tensormap(&args.dout);
-        storage.tile = BwdTile::make<Config::kTileKeys, Config::kBlockN, Config::kBlockM>(
+        storage.tile.template find<Config::kTileKeys, Config::kBlockN, Config::kBlockM>(
             args, static_cast<int>(blockIdx.x) / 2, rank * Config::kBlockN);
         if (storage.tile.has_queries()) load_keys(shared, storage.tile, args, rank);
     }

@@ -12,11 +12,15 @@ namespace sm90 {
 /// The backward kernel for head dims up to 128: 128 keys stay, kBlockM query rows pass by. Each of
 /// the two consumer warpgroups owns 64 keys: S^T and dP^T have keys as rows, so that P and dS are
 /// the A operands of dV and dK straight from registers.
-template <class Element_, int kHeadDim_, bool kGeneral_>
+///
+/// kPersists_: whether a CTA goes on to further tiles, so that the loads of one and the gradients
+/// of the one before overlap. The steps of head dim 128 are slower then.
+template <class Element_, int kHeadDim_, bool kGeneral_, bool kPersists_>
 struct BwdConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr bool kGeneral = kGeneral_;  // has the code for softcap and ALiBi
+    static constexpr bool kPersists = kPersists_;
     static constexpr int kBlockM = kHeadDim == 64 ? 128 : 64;
     static constexpr int kBlockN = 128;
     static constexpr int kWarpgroups = 2;  // consumers; one more loads
@@ -28,6 +32,10 @@ struct BwdConfig {
 
     // Whether dS of 16 queries is stored while P of the next 16 is computed, or all after all.
     static constexpr bool kStreamsScores = kBlockM == 128;
+
+    static constexpr int kSteps = kBlockM / 16;  // of 16 queries
+    // Those whose P and part of dV do not wait for dP.
+    static constexpr int kEarlySteps = kStreamsScores ? kSteps / 2 : kSteps;
 
     // LSE and delta are loaded this many steps of 16 queries before they are used, the first ones
     // while the products run.
@@ -60,21 +68,29 @@ struct BwdConfig {
     }
 };
 
+constexpr int larger(int a, int b) {
+    return a > b ? a : b;
+}
+
 /// Shared memory of a CTA. Tiles are aligned to the 1024 bytes of their swizzle's period.
 template <class Config>
 struct BwdSharedStorage {
     static constexpr int kStages = Config::kStages;
 
-    alignas(1024) unsigned char k[Config::KLayout::kBytes];  // dK in the end
-    alignas(1024) unsigned char v[Config::KLayout::kBytes];  // dV in the end
+    alignas(1024) unsigned char k[Config::KLayout::kBytes];
+    alignas(1024) unsigned char v[Config::KLayout::kBytes];
     alignas(1024) unsigned char q[kStages][Config::QLayout::kBytes];
     alignas(1024) unsigned char dout[kStages][Config::QLayout::kBytes];
-    alignas(1024) unsigned char ds[Config::SLayout::kBytes];
+    // dS, and in the end dK and dV, so that the next K and V come meanwhile.
+    alignas(1024) unsigned char ds[larger(Config::SLayout::kBytes, 2 * Config::KLayout::kBytes)];
     alignas(16) float dq[Config::kWarpgroups][Config::kDqEntries];
     alignas(16) float lse_log2[kStages][Config::kBlockM];
     alignas(16) float delta[kStages][Config::kBlockM];
-    BwdTile tile;
-    uint64_t kv_full;
+    BwdTile tile;          // the consumers': at a fixed place, so that no register points at it
+    uint32_t tiles_begun;  // by the consumers, this one included
+    BwdTile ahead[2];      // of the other warps, who may be a tile ahead or behind
+    uint64_t tile_full[2], tile_free[2];
+    uint64_t kv_full, kv_free;
     uint64_t q_full[kStages], q_free[kStages];
     uint64_t dout_full[kStages], dout_free[kStages];
 };

@@ -10,6 +10,7 @@
 #include "attention/sm90/wgmma_type.cuh"
 #include "ptx/math.cuh"
 #include "ptx/named_barrier.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/reduction.cuh"
 #include "ptx/shared_memory.cuh"
 #include "ptx/stmatrix.cuh"
@@ -42,10 +43,17 @@ struct BwdConsumer {
 
     __device__ __forceinline__ explicit BwdConsumer(const BwdAddresses<Config>& addresses)
         : shared(addresses) {
-        warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-        thread = static_cast<int>(threadIdx.x) - 128 * (warpgroup + 1);
+        find_place();
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = dv[i] = 0.0f;
+    }
+    /// Finds out anew which thread this is, so that what only a part of the work needs of it takes
+    /// no registers during the others.
+    __device__ __forceinline__ void find_place() {
+        int index = static_cast<int>(threadIdx.x);
+        if (Config::kPersists) ptx::make_opaque(index);
+        warpgroup = __shfl_sync(0xffffffffu, index / 128, 0) - 1;
+        thread = index - 128 * (warpgroup + 1);
     }
 
     __device__ __forceinline__ int lane() const { return thread % 32; }

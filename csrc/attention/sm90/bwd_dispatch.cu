@@ -20,11 +20,15 @@ int64_t keys_per_row(const AttentionProblem& problem) {
     return std::min(seqlen_k, problem.window_left + problem.window_right + 1);
 }
 
-/// The most keys per row for which the first part of dQ is stored. That saves the zeros, a fixed
-/// time for each row, but CTAs wait for each other at every query block: measured.
-int64_t longest_first_stored(const AttentionProblem& problem, bool masked) {
-    if (std::max(problem.head_dim, problem.head_dim_v) <= 64) return 8192;
-    return masked && problem.group_size() == 1 ? 2048 : 1024;
+bool is_masked(const AttentionProblem& problem) {
+    return problem.window_left >= 0 || problem.window_right >= 0;
+}
+
+/// Whether the first part of dQ is stored. That saves the zeros, a fixed time for each row, but
+/// CTAs wait for each other at every query block: measured.
+bool first_stores_pay(const AttentionProblem& problem) {
+    const bool small = std::max(problem.head_dim, problem.head_dim_v) <= 64;
+    return small ? keys_per_row(problem) <= 8192 : bwd_tiles_are_short(problem);
 }
 
 }  // namespace
@@ -65,17 +69,20 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, int num_sms) {
                                : plan_bwd_cluster<256>(params, num_sms);
 }
 
+bool bwd_tiles_are_short(const AttentionProblem& problem) {
+    const bool longer = is_masked(problem) && problem.group_size() == 1;
+    return keys_per_row(problem) <= (longer ? 2048 : 1024);
+}
+
 BwdPassOptions bwd_pass_options(const AttentionBwdParams& params) {
     BwdPassOptions options;
     options.dependent_launch = true;
     // Where CTAs go through the same query blocks side by side, waiting costs more than the zeros.
     const AttentionProblem& problem = params.problem;
-    const bool masked = problem.window_left >= 0 || problem.window_right >= 0;
     const bool in_clusters = std::max(problem.head_dim, problem.head_dim_v) > 128;
     const bool may_store =
-        masked || (!in_clusters && !problem.is_packed() && !has_score_terms(problem));
-    options.first_stores_dq =
-        may_store && keys_per_row(problem) <= longest_first_stored(problem, masked);
+        is_masked(problem) || (!in_clusters && !problem.is_packed() && !has_score_terms(problem));
+    options.first_stores_dq = may_store && first_stores_pay(problem);
     return options;
 }
 

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "attention/sm90/bwd_arguments.cuh"
@@ -39,13 +40,13 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan, in
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(reinterpret_cast<const void*>(bwd_kernel<Config>), kBytes,
                         current_device_limits().device, allowed);
-    launch_dependent(bwd_kernel<Config>, tiles, Config::kThreads, kBytes, stream,
-                     "attention backward", args);
+    launch_dependent(bwd_kernel<Config>, Config::kPersists ? std::min(tiles, num_sms) : tiles,
+                     Config::kThreads, kBytes, stream, "attention backward", args);
 }
 
 template <int kHeadDim>
 BwdPlan plan_bwd_class(const AttentionBwdParams& params, int num_sms) {
-    return make_plan<BwdConfig<BFloat16, kHeadDim, false>>(params, num_sms);
+    return make_plan<BwdConfig<BFloat16, kHeadDim, false, false>>(params, num_sms);
 }
 
 template <int kHeadDim>
@@ -54,7 +55,17 @@ void launch_bwd_class(const AttentionBwdParams& params, const BwdPlan& plan, int
     with_bwd_body(params.problem, [&](auto element, auto general) {
         using Element = decltype(element);
         constexpr bool kGeneral = decltype(general)::value;
-        launch_bwd_config<BwdConfig<Element, kHeadDim, kGeneral>>(params, plan, num_sms, stream);
+        constexpr bool kAlways = kHeadDim == 64, kNever = !kAlways && kGeneral;
+        if constexpr (!kNever) {
+            if (kAlways || bwd_tiles_are_short(params.problem)) {
+                using Config = BwdConfig<Element, kHeadDim, kGeneral, true>;
+                return launch_bwd_config<Config>(params, plan, num_sms, stream);
+            }
+        }
+        if constexpr (!kAlways) {
+            using Config = BwdConfig<Element, kHeadDim, kGeneral, false>;
+            launch_bwd_config<Config>(params, plan, num_sms, stream);
+        }
     });
 }
 

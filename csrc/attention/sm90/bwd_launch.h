@@ -22,6 +22,9 @@ inline bool has_score_terms(const AttentionProblem& problem) {
     return problem.softcap > 0.0f || problem.alibi_slopes != nullptr;
 }
 
+/// Whether a block of keys meets so few rows that what comes before and after them counts.
+bool bwd_tiles_are_short(const AttentionProblem& problem);
+
 /// What that kernel expects of the passes around it.
 BwdPassOptions bwd_pass_options(const AttentionBwdParams& params);
 

@@ -3,13 +3,16 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention/sm90/bwd_addresses.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_config.h"
 #include "ptx/atomic.cuh"
 #include "ptx/bulk_store.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/reduction.cuh"
+#include "ptx/shared_memory.cuh"
 #include "ptx/tma.cuh"
 
 /// What the first warpgroup of the backward kernel for head dims up to 128 does: one thread loads,
@@ -17,53 +20,11 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-/// Addresses inside a CTA's shared memory, in its own state space: one register and constants.
-template <class Config>
-struct BwdAddresses {
-    using Shared = BwdSharedStorage<Config>;
-    static constexpr int kTileBytes = Config::QLayout::kBytes;
-    uint32_t base;
-
-    __device__ __forceinline__ uint32_t k() const { return base + offsetof(Shared, k); }
-    __device__ __forceinline__ uint32_t v() const { return base + offsetof(Shared, v); }
-    __device__ __forceinline__ uint32_t q(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, q) + s * kTileBytes);
-    }
-    __device__ __forceinline__ uint32_t dout(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, dout) + s * kTileBytes);
-    }
-    __device__ __forceinline__ uint32_t ds() const { return base + offsetof(Shared, ds); }
-    __device__ __forceinline__ uint32_t dq(int warpgroup) const {
-        return base +
-               static_cast<uint32_t>(offsetof(Shared, dq) + warpgroup * Config::kDqEntries * 4);
-    }
-    __device__ __forceinline__ uint32_t lse_log2(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, lse_log2) + s * Config::kBlockM * 4);
-    }
-    __device__ __forceinline__ uint32_t delta(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, delta) + s * Config::kBlockM * 4);
-    }
-    __device__ __forceinline__ uint32_t kv_full() const { return base + offsetof(Shared, kv_full); }
-    __device__ __forceinline__ uint32_t q_full(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, q_full) + s * 8);
-    }
-    __device__ __forceinline__ uint32_t q_free(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, q_free) + s * 8);
-    }
-    __device__ __forceinline__ uint32_t dout_full(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, dout_full) + s * 8);
-    }
-    __device__ __forceinline__ uint32_t dout_free(int s) const {
-        return base + static_cast<uint32_t>(offsetof(Shared, dout_free) + s * 8);
-    }
-};
-
-/// Loads K and V. One thread.
+/// Loads K and V; their bytes are still to be announced at kv_full. One thread.
 template <class Config>
 __device__ __forceinline__ void load_keys(const BwdAddresses<Config>& shared, const BwdTile& tile,
                                           const BwdArgs& args) {
     using KLayout = typename Config::KLayout;
-    ptx::mbarrier_arrive_expect_tx(shared.kv_full(), 2 * KLayout::kBytes);
 #pragma unroll 1
     for (int c = 0; c < KLayout::kChunks; ++c) {
         const int column = c * KLayout::kChunkColumns;
@@ -76,13 +37,14 @@ __device__ __forceinline__ void load_keys(const BwdAddresses<Config>& shared, co
 }
 
 /// Loads Q with its LSE and dO with its delta, block by block. One thread.
+/// `count`: steps of this CTA so far.
 template <class Config>
 __device__ __forceinline__ void load_queries(const BwdAddresses<Config>& shared,
-                                             const BwdTile& tile, const BwdArgs& args) {
+                                             const BwdTile& tile, const BwdArgs& args,
+                                             uint32_t& count) {
     using QLayout = typename Config::QLayout;
     constexpr uint32_t kRowsBytes = Config::kBlockM * 4;
     const int batch = tile.batch;
-    uint32_t count = 0;
 #pragma unroll 1
     for (int head = tile.head_begin; head < tile.head_end; ++head) {
         const int64_t first_tile = int64_t{head} * tile.tiles_per_head + tile.first_tile;
@@ -114,6 +76,65 @@ __device__ __forceinline__ void load_queries(const BwdAddresses<Config>& shared,
             ptx::bulk_load(shared.delta(s), args.workspace.delta + tile_row, kRowsBytes,
                            shared.dout_full(s));
         }
+    }
+}
+
+/// destination = source, word after word, in few registers.
+__device__ __forceinline__ void copy_words(BwdTile& destination, const BwdTile& source) {
+    static_assert(sizeof(BwdTile) % 4 == 0, "whole words");
+#pragma unroll 4
+    for (size_t i = 0; i < sizeof(BwdTile) / 4; ++i) {
+        reinterpret_cast<int*>(&destination)[i] = reinterpret_cast<const int*>(&source)[i];
+    }
+}
+
+/// Finds the tiles of this CTA, one after the other, and loads what they need. One thread.
+///
+/// The first tile is the CTA's own, and when all loads of one are on their way it draws the next:
+/// so the tiles start in their order, and a CTA that has short ones gets more. Deterministic sums
+/// wait for tiles of lower index, so every index is drawn by a CTA that runs; it goes through its
+/// tiles in their order, so that the lowest one in work waits for nobody.
+template <class Config>
+__device__ __forceinline__ void produce_tiles(const BwdAddresses<Config>& shared,
+                                              BwdSharedStorage<Config>& storage,
+                                              const BwdArgs& args) {
+    const auto draw = [&] {
+        const int first = args.params.deterministic ? 0 : static_cast<int>(gridDim.x);
+        return first + atomicAdd(args.workspace.counters, 1);
+    };
+    int index = args.params.deterministic ? draw() : static_cast<int>(blockIdx.x);
+    // Counted in shared memory: registers are short here.
+    const auto tiles_begun = [&] { return ptx::ld_shared_u32(shared.tiles_begun()); };
+    uint32_t count = 0;
+#pragma unroll 1
+    for (;;) {
+        BwdTile& tile = storage.ahead[tiles_begun() % 2];
+        ptx::mbarrier_wait(shared.tile_free(tiles_begun() % 2), tiles_begun() / 2 % 2 ^ 1);
+        tile.head_begin = tile.head_end = 0;
+#pragma unroll 1
+        while (index < args.tiles) {
+            tile.find<Config::kBlockN, Config::kBlockN, Config::kBlockM>(args, index, 0);
+            if (tile.used()) break;
+            if (tiles_begun() == 0) ptx::griddepcontrol_wait();
+            index = Config::kPersists ? draw() : args.tiles;
+        }
+        ptx::mbarrier_arrive(shared.tile_full(tiles_begun() % 2));
+        ptx::mbarrier_wait(shared.kv_free(), tiles_begun() % 2 ^ 1);
+        const bool ends = index >= args.tiles;  // with an unused tile
+        if (!ends) load_keys(shared, tile, args);
+        copy_words(storage.tile, tile);  // while they are on their way
+        const bool first = tiles_begun() == 0;
+        storage.tiles_begun = tiles_begun() + 1;
+        if (ends) {
+            ptx::mbarrier_arrive(shared.kv_full());
+            ptx::griddepcontrol_wait();
+            return;
+        }
+        ptx::mbarrier_arrive_expect_tx(shared.kv_full(), 2 * Config::KLayout::kBytes);
+        if (first) ptx::griddepcontrol_wait();  // for LSE, delta and the ticket
+        load_queries(shared, tile, args, count);
+        if (!Config::kPersists) return;
+        index = draw();
     }
 }
 
@@ -178,7 +199,7 @@ struct DqOrder {
     }
 };
 
-/// Adds dQ of each step to the sums in memory, as the consumers put it down. One warp.
+/// Adds dQ of each step of a tile to the sums in memory, as the consumers put it down. One warp.
 template <class Config>
 __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, const BwdTile& tile,
                                           const BwdArgs& args) {
