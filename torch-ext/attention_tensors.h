@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "allocation.h"
 #include "attention/params.h"
 
 /// How the attention ops allocate, describe and align tensors.
@@ -15,11 +16,6 @@ namespace flash_attn_norm {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-inline Tensor empty_like_device(const Tensor& reference, const std::vector<int64_t>& shape,
-                                ScalarType dtype) {
-    return torch::stable::new_empty(reference, shape, dtype);
-}
 
 inline std::vector<int64_t> shape_of(const Tensor& tensor) {
     return std::vector<int64_t>(tensor.sizes().begin(), tensor.sizes().end());

@@ -5,6 +5,7 @@
 #include <tuple>
 #include <vector>
 
+#include "allocation.h"
 #include "cpu_threads.h"
 #include "norms/norms.h"
 #include "tensor_checks.h"
@@ -138,7 +139,7 @@ std::vector<int64_t> shape_of(const Tensor& tensor) {
 }
 
 Tensor empty_tensor(const Tensor& reference, ScalarType dtype) {
-    return torch::stable::new_empty(reference, std::vector<int64_t>{0}, dtype);
+    return fan::empty_like_device(reference, std::vector<int64_t>{0}, dtype);
 }
 
 /// (*rows) for RMSNorm: rstd. (2, *rows) for LayerNorm: rstd and mean.
@@ -150,7 +151,7 @@ std::vector<int64_t> stats_shape(const Tensor& x, bool is_layer_norm) {
 }
 
 Tensor empty_workspace(const Tensor& x, int64_t bytes) {
-    return torch::stable::new_empty(x, std::vector<int64_t>{bytes}, ScalarType::Byte);
+    return fan::empty_like_device(x, std::vector<int64_t>{bytes}, ScalarType::Byte);
 }
 
 void run(const Tensor& x, NormFwdParams& params) {
@@ -258,10 +259,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_fwd(const Tensor& x, const std::optional
 
     const ScalarType sum_dtype =
         problem.sum_dtype == DType::kFloat32 ? ScalarType::Float : x.scalar_type();
-    Tensor out = torch::stable::new_empty(x, shape_of(x), x.scalar_type());
-    Tensor residual_out = needs_residual_out ? torch::stable::new_empty(x, shape_of(x), sum_dtype)
+    Tensor out = fan::empty_like_device(x, shape_of(x), x.scalar_type());
+    Tensor residual_out = needs_residual_out ? fan::empty_like_device(x, shape_of(x), sum_dtype)
                                              : empty_tensor(x, sum_dtype);
-    Tensor stats = torch::stable::new_empty(x, stats_shape(x, is_layer_norm), ScalarType::Float);
+    Tensor stats = fan::empty_like_device(x, stats_shape(x, is_layer_norm), ScalarType::Float);
     if (problem.rows.num_rows == 0) return {out, residual_out, stats};
     params.out = out.mutable_data_ptr();
     if (needs_residual_out) params.residual_out = residual_out.mutable_data_ptr();
@@ -311,22 +312,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_bwd(
 
     const std::vector<int64_t> shape = shape_of(sum);
     const std::vector<int64_t> parameter_shape = {problem.hidden_size};
-    Tensor dx = torch::stable::new_empty(dout, shape, dout.scalar_type());
+    Tensor dx = fan::empty_like_device(dout, shape, dout.scalar_type());
     params.dx = dx.mutable_data_ptr();
     Tensor dresidual = empty_tensor(dout, ScalarType::Float);
     if (needs_dresidual) {
-        dresidual = torch::stable::new_empty(dout, shape, ScalarType::Float);
+        dresidual = fan::empty_like_device(dout, shape, ScalarType::Float);
         params.dresidual = static_cast<float*>(dresidual.mutable_data_ptr());
     }
     Tensor dweight = empty_tensor(dout, weight ? weight->scalar_type() : dout.scalar_type());
     if (needs_dweight && weight) {
-        dweight = torch::stable::new_empty(dout, parameter_shape, weight->scalar_type());
+        dweight = fan::empty_like_device(dout, parameter_shape, weight->scalar_type());
         params.dweight = dweight.mutable_data_ptr();
     }
     Tensor dbias = empty_tensor(dout, bias ? bias->scalar_type() : dout.scalar_type());
     if (needs_dbias && bias) {
         check_parameter("bias", *bias, sum);
-        dbias = torch::stable::new_empty(dout, parameter_shape, bias->scalar_type());
+        dbias = fan::empty_like_device(dout, parameter_shape, bias->scalar_type());
         params.dbias = dbias.mutable_data_ptr();
         params.dbias_dtype = fan::to_dtype("bias", *bias);
     }

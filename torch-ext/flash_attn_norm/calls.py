@@ -126,7 +126,7 @@ def _hidden_error(
                 name = "block_table" if argument.name == "page_table" else argument.name
                 name = renamed.get(name, name)
                 return ValueError(f"{name} has dtype {value.dtype}, which no function here takes")
-    if "API call failed" in text and re.search('"aten::(new_empty|contiguous)"', text):
+    if "API call failed" in text and re.search("empty_strided|aten::contiguous", text):
         device = next(value.device for value in arguments if isinstance(value, Tensor))
         what = f"the results of this call, its workspace or a copy of an input on {device}"
         if device.type != "cuda":
