@@ -6,6 +6,7 @@
 #include "norms/norm_math.cuh"
 #include "norms/row_columns.cuh"
 #include "norms/row_sums.cuh"
+#include "ptx/opaque.cuh"
 
 // The backward pass of both norms for few rows, in one launch: some CTAs compute dx, the others the
 // sums of some columns for dweight and dbias over all rows. Time goes into waiting for memory, so
@@ -59,20 +60,23 @@ __device__ __forceinline__ void few_rows_dx(const NormBwdKernelParams& kernel_pa
     const NormProblem& problem = params.problem;
     const RowColumns<Config> columns(problem, reducer);
     const Row row(problem, blockIdx.x);
-    const int64_t dout_start = row_offset(problem.rows, params.dout_strides, row.index);
-    const int64_t sum_start = row_offset(problem.rows, params.sum_strides, row.index);
+    const char* dout_row =
+        row_start(params.dout, Config::kXDType, problem.rows, params.dout_strides, row.index);
+    const char* sum_row =
+        row_start(params.sum, Config::kSumDType, problem.rows, params.sum_strides, row.index);
     const bool has_weight_of_x = problem.weight != nullptr && problem.weight_offset == 0.0f &&
                                  problem.weight_dtype == Config::kXDType;
     const bool has_residual = params.dresidual_out != nullptr;
     const int64_t stats_row = row.is_inside ? row.index : 0;
+    wait_for_earlier_kernels<typename Config::Arch>();
 
     typename Config::XPack dout[kVecs], weight_words[kVecs];
     typename Config::SumPack sum[kVecs], dresidual_out[kVecs];
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
         const bool is_inside = row.is_inside && columns.is_inside(v);
-        dout[v].load(params.dout, dout_start + columns.column(v), is_inside);
-        sum[v].load(params.sum, sum_start + columns.column(v), is_inside);
+        dout[v].load(dout_row, columns.column(v), is_inside);
+        sum[v].load(sum_row, columns.column(v), is_inside);
     }
     const float rstd = __ldg(params.rstd + stats_row);
     const float mean = problem.is_layer_norm ? __ldg(params.mean + stats_row) : 0.0f;
@@ -218,9 +222,11 @@ __device__ __forceinline__ void few_rows_columns(const NormBwdKernelParams& kern
     const int num_columns = lanes * kPack;
     const int first_column = block * num_columns;
     const int hidden_size = static_cast<int>(problem.hidden_size);
-    const int lane = thread % lanes;
-    const int group = thread / lanes;
+    int group = thread / lanes;
+    ptx::make_opaque(group);  // divided before the wait
+    const int lane = thread - group * lanes;
     const int row_words = num_columns + 4;
+    wait_for_earlier_kernels<typename Config::Arch>();
 
     float sums[2][kPack] = {};
     const int column = first_column + lane * kPack;
@@ -272,7 +278,6 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 2)
         RowSumStorage<typename Config::Arch> rows;
         ColumnSumStorage<Config> columns;
     } smem;
-    wait_for_earlier_kernels<typename Config::Arch>();
     const int num_dx_ctas = static_cast<int>(kernel_params.num_dx_ctas);
     if (static_cast<int>(blockIdx.x) < num_dx_ctas) {
         RowReducer<typename Config::Arch> reducer(smem.rows);

@@ -48,21 +48,34 @@ struct FwdConfig {
     using FactorTile = uint4[kLoadsFactorsEarly ? kVecs : 1];
 };
 
+/// Where a row starts in what is read.
+struct FwdRowPlaces {
+    const char* x;
+    const char* residual = nullptr;
+
+    __device__ FwdRowPlaces(const NormFwdParams& params, int64_t row) {
+        const NormProblem& problem = params.problem;
+        x = row_start(params.x, problem.x_dtype, problem.rows, params.x_strides, row);
+        if (params.residual == nullptr) return;
+        residual = row_start(params.residual, params.residual_dtype, problem.rows,
+                             params.residual_strides, row);
+    }
+};
+
 /// x + residual, rounded to the sum's dtype. A few packs at a time: with all of the residual beside
 /// all of x there would not be enough registers.
 template <class Config, DType kResidualDType>
-__device__ __forceinline__ void add_residual(const NormFwdParams& params, const Row& row,
+__device__ __forceinline__ void add_residual(const char* residual_row, const Row& row,
                                              const RowColumns<Config>& columns,
                                              const typename Config::XPack (&x)[Config::kVecs],
                                              typename Config::SumTile& sum) {
     constexpr int kAtOnce = Config::kVecs < 4 ? Config::kVecs : 4;
-    const int64_t start = row_offset(params.problem.rows, params.residual_strides, row.index);
 #pragma unroll
     for (int first = 0; first < Config::kVecs; first += kAtOnce) {
         PackWords<Config::kPack, kResidualDType> residual[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            residual[i].load(params.residual, start + columns.column(first + i),
+            residual[i].load(residual_row, columns.column(first + i),
                              row.is_inside && columns.is_inside(first + i));
         }
 #pragma unroll
@@ -80,23 +93,22 @@ __device__ __forceinline__ void add_residual(const NormFwdParams& params, const 
 
 /// x, or x + residual, which is stored if it is wanted; zeros outside the tensor.
 template <class Config>
-__device__ __forceinline__ void load_sum(const NormFwdParams& params, const Row& row,
-                                         const RowColumns<Config>& columns,
+__device__ __forceinline__ void load_sum(const NormFwdParams& params, const FwdRowPlaces& places,
+                                         const Row& row, const RowColumns<Config>& columns,
                                          typename Config::SumTile& sum) {
     const NormProblem& problem = params.problem;
     typename Config::XPack x[Config::kVecs];
-    const int64_t start = row_offset(problem.rows, params.x_strides, row.index);
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
-        x[v].load(params.x, start + columns.column(v), row.is_inside && columns.is_inside(v));
+        x[v].load(places.x, columns.column(v), row.is_inside && columns.is_inside(v));
     }
     if (params.residual == nullptr) {
 #pragma unroll
         for (int v = 0; v < Config::kVecs; ++v) convert(x[v], sum[v]);
     } else if (Config::kSumDType == Config::kXDType || params.residual_dtype == Config::kXDType) {
-        add_residual<Config, Config::kXDType>(params, row, columns, x, sum);
+        add_residual<Config, Config::kXDType>(places.residual, row, columns, x, sum);
     } else {  // a residual in float32 makes the sum float32
-        add_residual<Config, DType::kFloat32>(params, row, columns, x, sum);
+        add_residual<Config, DType::kFloat32>(places.residual, row, columns, x, sum);
     }
     if (params.residual_out == nullptr || !row.is_inside) return;
     const int64_t out_start = row.index * problem.hidden_size;
@@ -343,13 +355,14 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     RowReducer<typename Config::Arch> reducer(smem);
     const RowColumns<Config> columns(problem, reducer);
     const Row row(problem, reducer.block());
+    const FwdRowPlaces places(params, row.index);
     wait_for_earlier_kernels<typename Config::Arch>();
 
     // Before the row: what is done with that waits for it.
     const OutFormula formula = out_formula<Config>(params, rounding);
     const EarlyFactors<Config> early(params, formula, columns);
     typename Config::SumTile sum;
-    load_sum(params, row, columns, sum);
+    load_sum(params, places, row, columns, sum);
     reducer.wait_for_cluster();
 
     float mean;

@@ -4,6 +4,7 @@
 
 #include "norms/params.h"
 #include "norms/row_sums.cuh"
+#include "ptx/opaque.cuh"
 
 // Which part of the tensors a thread has.
 
@@ -33,6 +34,17 @@ struct RowColumns {
     /// branch, and is not used.
     __device__ int column_inside(int v) const { return is_inside(v) ? column(v) : 0; }
 };
+
+/// Where a row starts. Found before the kernel waits for those before it, and kept in a register:
+/// the compiler would find it afterwards.
+__device__ __forceinline__ const char* row_start(const void* tensor, DType dtype,
+                                                 const RowShape& rows, const RowStrides& strides,
+                                                 int64_t row) {
+    const char* start =
+        static_cast<const char*>(tensor) + row_offset(rows, strides, row) * size_of(dtype);
+    ptx::make_opaque(start);
+    return start;
+}
 
 /// A thread's row: one of the blockDim.y rows of a step of its CTA. The last ones may lie outside.
 struct Row {
