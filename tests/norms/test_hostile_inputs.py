@@ -114,6 +114,33 @@ def test_gradient_of_a_mapped_sum(norm):
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_outside_of_vmap(norm, dtype, compiled):
+    # Inside of a compiled vmap nothing says that the sum is needed for a backward pass.
+    x, residual = (torch.randn(3, 2, 8).to(dtype).requires_grad_() for _ in range(2))
+    expected = torch.autograd.grad(norm(x, residual=residual).pow(3).sum(), (x, residual))
+
+    def mapped(x, residual):
+        return torch.func.vmap(lambda x, residual: norm(x, residual=residual))(x, residual)
+
+    run = torch.compile(mapped, backend="aot_eager", fullgraph=True) if compiled else mapped
+    gradients = torch.autograd.grad(run(x, residual).pow(3).sum(), (x, residual))
+    torch.testing.assert_close(gradients, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradient_outside_of_vmap_with_a_sum_in_float32(norm, compiled):
+    x = torch.randn(3, 2, 8).bfloat16().requires_grad_()
+    (expected,) = torch.autograd.grad(norm(x, residual_in_fp32=True).float().pow(3).sum(), x)
+
+    def mapped(x):
+        return torch.func.vmap(lambda x: norm(x, residual_in_fp32=True))(x)
+
+    run = torch.compile(mapped, backend="aot_eager", fullgraph=True) if compiled else mapped
+    torch.testing.assert_close(torch.autograd.grad(run(x).float().pow(3).sum(), x)[0], expected)
+
+
 def test_tensors_with_a_negative_bit(norm):
     x = torch.randn(3, 8, dtype=torch.complex64).conj().imag
     assert x.is_neg()

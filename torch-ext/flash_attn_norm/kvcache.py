@@ -73,7 +73,8 @@ def flash_attn_with_kvcache(
         rotary_sin: likewise.
         cache_seqlens: rows in the cache before the call: (batch_size,), int32, or an int for all
             sequences; None: seqlen_cache. A negative entry of a tensor marks a row of padding, as
-            fixed batches have them: nothing is appended there, out is 0, softmax_lse -inf.
+            fixed batches have them: nothing is appended there, out is 0, softmax_lse -inf (or
+            its sink).
         cache_batch_idx: (batch_size,), int32, which row of the cache each sequence has; None: its
             own. Not with a page table.
         cache_leftpad: (batch_size,), int32, rows in front of the first key.

@@ -255,7 +255,10 @@ def _setup_context(ctx, inputs, output):
     ctx.x_dtype = x.dtype
     ctx.residual_dtype = None if residual is None else residual.dtype
     ctx.has_residual_out = needs_residual_out
-    ctx.save_for_backward(residual_out if needs_residual_out else x, weight, bias, stats)
+    ctx.sum_dtype = residual_out.dtype
+    # The residual: inside of a compiled vmap nothing said that the sum would be needed.
+    sum_or_terms = (residual_out, None) if needs_residual_out else (x, residual)
+    ctx.save_for_backward(*sum_or_terms, weight, bias, stats)
 
 
 def _backward(ctx, dout, dresidual_out, _dstats):
@@ -269,7 +272,11 @@ def _backward(ctx, dout, dresidual_out, _dstats):
         if needs_dresidual and dresidual_out is not None:
             dresidual = dresidual_out.to(ctx.residual_dtype)
         return (dx, dresidual, None, None, *no_gradients)
-    total, weight, bias, stats = ctx.saved_tensors
+    total, residual, weight, bias, stats = ctx.saved_tensors
+    if not ctx.has_residual_out:
+        total = total.to(ctx.sum_dtype)
+    if residual is not None:
+        total = total + residual  # rounded as the forward pass has it
     # The residual's gradient is x's, but for the dtype that it is rounded to.
     needs_own_dresidual = needs_dresidual and ctx.residual_dtype != ctx.x_dtype
     dx, dresidual, dweight, dbias = _gradients(
