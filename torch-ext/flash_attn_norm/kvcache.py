@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
         k_cache: (batch_size_cache, seqlen_cache, num_heads_kv, head_dim), or with ``block_table``
             (num_pages, page_size, num_heads_kv, head_dim); dtype of ``q``, or float8_e4m3fn; the
             last dimension of unit stride, otherwise any strides. head_dim is 1 to 512, or 576 with
-            head_dim_v 512; of a float8 cache on a GPU 1 to 256. There each call copies a cache whose
+            head_dim_v 512; of a float8 cache on a GPU 1 to 256. There each call copies one whose
             rows are not aligned to 16 bytes, as those of a head_dim that is no multiple of 8
             (float8: 16).
         v_cache: likewise with head_dim_v. It may be a part of ``k_cache``'s memory if nothing is
