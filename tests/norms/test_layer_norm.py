@@ -22,6 +22,11 @@ def test_large_hidden_sizes(kernel, place, hidden_size):
     check(kernel, "layer_norm", make_inputs(place, (3, hidden_size), has_bias=True))
 
 
+@pytest.mark.parametrize("hidden_size", [20000, 40960])
+def test_more_long_rows_than_run_at_a_time(kernel, bf16_place, hidden_size):
+    check(kernel, "layer_norm", make_inputs(bf16_place, (200, hidden_size), has_bias=True))
+
+
 @pytest.mark.parametrize("hidden_size", [33, 128, 1024, 4096])
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 65, 129, 1000])
 def test_row_counts(kernel, bf16_place, rows, hidden_size):

@@ -26,6 +26,13 @@ def test_large_hidden_sizes(kernel, place, hidden_size):
     check(kernel, "rms_norm", make_inputs(place, (3, hidden_size)))
 
 
+@pytest.mark.parametrize("has_residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("hidden_size", [20000, 40960])
+def test_more_long_rows_than_run_at_a_time(kernel, bf16_place, hidden_size, has_residual):
+    inputs = make_inputs(bf16_place, (200, hidden_size), has_residual=has_residual)
+    check(kernel, "rms_norm", inputs)
+
+
 @pytest.mark.parametrize("hidden_size", [33, 128, 512, 1024, 4096])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 15, 16, 17, 63, 65, 127, 129, 1000, 2049])
 def test_row_counts(kernel, bf16_place, rows, hidden_size):
