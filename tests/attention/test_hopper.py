@@ -95,15 +95,39 @@ def test_ragged_batch(kernel, monkeypatch, head_dim, causal):
     check_both(kernel, monkeypatch, inputs, causal=causal)
 
 
-def test_rows_behind_a_sequence_may_be_anything(kernel, monkeypatch):
+MASKS = [{}, {"causal": True}, {"window_size": (30, 9)}]
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+def test_short_and_long_sequences_together(kernel, monkeypatch, head_dim, options):
+    """Those of up to 64 rows and 256 keys have tiles of their own, and run in another kernel."""
+    lengths_q = [1, 64, 65, 0, 33, 7, 500, 64] + [20] * 40
+    lengths_k = [64, 256, 10, 5, 257, 0, 700, 90] + [20] * 40
+    inputs = make_packed(PLACE, lengths_q, lengths_k, (8, 2), head_dim, more_rows=70)
+    check_both(kernel, monkeypatch, inputs, **options)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_dense_batch_of_few_rows(kernel, monkeypatch, head_dim, options):
+    """More tiles than CTAs, of which a multiprocessor runs several."""
+    inputs = make_inputs(PLACE, 130, 50, 130, heads=(4, 2), head_dim=head_dim)
+    inputs["s_aux"] = torch.randn(4, **PLACE)
+    check_both(kernel, monkeypatch, inputs, **options)
+
+
+@pytest.mark.parametrize("lengths", [[100, 1, 300], [50, 1] + [30] * 50], ids=["long", "short"])
+def test_rows_behind_a_sequence_may_be_anything(kernel, lengths):
     """NaN behind the last covered row and infinities in the neighbours: tiles reach into both."""
-    inputs = make_packed(PLACE, [100, 1, 300], heads=(4, 4), head_dim=128, more_rows=200)
+    inputs = make_packed(PLACE, lengths, heads=(4, 4), head_dim=128, more_rows=200)
+    first, covered = lengths[0], sum(lengths)
     clean = forward(kernel, inputs, causal=True)["out"]
     for name in ("k", "v"):
-        inputs[name][401:] = float("nan")
-        inputs[name][100] = float("inf")  # the sequence of one row
+        inputs[name][covered:] = float("nan")
+        inputs[name][first] = float("inf")  # the sequence of one row
     dirty = forward(kernel, inputs, causal=True)["out"]
-    for rows in (slice(0, 100), slice(101, 401)):
+    for rows in (slice(0, first), slice(first + 1, covered)):
         assert torch.equal(clean[rows], dirty[rows])
 
 

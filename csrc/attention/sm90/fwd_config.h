@@ -12,7 +12,7 @@ enum class FwdBody {
     kBanded,       // causal masks and windows
     kBandedShort,  // the same, for few keys
     kGeneral,      // softcap and ALiBi as well
-    kShort,        // kBanded's masks, for packed sequences of up to kShortRows rows
+    kShort,        // kBanded's masks, for sequences of up to kShortRows rows
 };
 
 /// Tile and schedule of a forward kernel. Each consumer warpgroup owns 64 of
@@ -71,6 +71,9 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
     return tile;
 }
 
+/// Rows of the output that a warp stores by itself: those of its accumulators.
+constexpr int kWarpRows = 16;
+
 /// kBandedShort serves up to this many keys.
 constexpr int kFewKeys = 1024;
 
@@ -78,6 +81,21 @@ constexpr int kFewKeys = 1024;
 /// registers for an instruction, and one product at head dim 256 takes more.
 constexpr bool has_short_kernels(int head_dim) {
     return head_dim < 256;
+}
+
+/// The body that has code for all that a call needs and no more. `head_dim` is that of the size
+/// class.
+inline FwdBody fwd_body(const AttentionProblem& problem, int head_dim) {
+    if (problem.softcap > 0.0f || problem.alibi_slopes != nullptr) return FwdBody::kGeneral;
+    // The lengths of packed sequences are not known on the host.
+    const bool dense = !problem.is_packed();
+    if (dense && problem.seqlen_q <= kShortRows && problem.seqlen_k <= kShortKeys &&
+        has_short_kernels(head_dim)) {
+        return FwdBody::kShort;
+    }
+    if (problem.window_left < 0 && problem.window_right < 0) return FwdBody::kFull;
+    return head_dim == 64 && dense && problem.seqlen_k <= kFewKeys ? FwdBody::kBandedShort
+                                                                   : FwdBody::kBanded;
 }
 
 /// A forward kernel's parameters in the form of a type: what it computes, and

@@ -33,9 +33,9 @@ FwdArguments fwd_arguments(const AttentionFwdParams& params) {
     arguments.map_v =
         encode_tensor_map(tensor_map_shape<Config::kHeadDimV>(v, params.v_strides, Config::kBlockN),
                           params.v, problem.dtype);
-    arguments.map_out =
-        encode_tensor_map(tensor_map_shape<Config::kHeadDimV>(out, contiguous_strides(out), 64),
-                          params.out, problem.dtype);
+    arguments.map_out = encode_tensor_map(
+        tensor_map_shape<Config::kHeadDimV>(out, contiguous_strides(out), kWarpRows), params.out,
+        problem.dtype);
     arguments.params = params;
     return arguments;
 }
@@ -55,7 +55,7 @@ void launch_fwd_config(const AttentionFwdParams& params, const FwdTileLists* lis
     // Tiles of one length are dealt out in turn; others are claimed one by one.
     if (lists != nullptr) {
         if (!kShort) arguments.tile_counter = lists->counter;
-    } else if (Config::kBanded && tiles > grid) {
+    } else if (Config::kBanded && !kShort && tiles > grid) {
         arguments.tile_counter = static_cast<int*>(params.workspace);
         FAN_CUDA_CHECK(cudaMemsetAsync(arguments.tile_counter, 0, sizeof(int), stream));
     }
@@ -65,16 +65,6 @@ void launch_fwd_config(const AttentionFwdParams& params, const FwdTileLists* lis
     fwd_kernel<Config><<<static_cast<unsigned>(grid), Config::kThreads,
                          sizeof(FwdSharedStorage<Config>), stream>>>(arguments);
     check_launch("attention forward");
-}
-
-/// The body that has code for all that the call needs and no more.
-template <int kHeadDim>
-FwdBody fwd_body(const AttentionProblem& problem) {
-    if (problem.softcap > 0.0f || problem.alibi_slopes != nullptr) return FwdBody::kGeneral;
-    if (problem.window_left < 0 && problem.window_right < 0) return FwdBody::kFull;
-    // Known on the host only for dense tensors
-    const bool few_keys = !problem.is_packed() && problem.seqlen_k <= kFewKeys;
-    return kHeadDim == 64 && few_keys ? FwdBody::kBandedShort : FwdBody::kBanded;
 }
 
 template <class Element, int kHeadDim, int kHeadDimV>
@@ -97,11 +87,14 @@ struct FwdLauncher {
                 return launch<FwdBody::kFull>(lists);
             case FwdBody::kGeneral:
                 return launch<FwdBody::kGeneral>(lists);
-            case FwdBody::kBandedShort:
-                if constexpr (kHeadDim == 64) return launch<FwdBody::kBandedShort>(lists);
-                break;
-            default:
+            case FwdBody::kBanded:
                 return launch<FwdBody::kBanded>(lists);
+            case FwdBody::kBandedShort:
+                if constexpr (kHeadDim == 64) launch<FwdBody::kBandedShort>(lists);
+                return;
+            case FwdBody::kShort:
+                if constexpr (has_short_kernels(kHeadDim)) launch<FwdBody::kShort>(lists);
+                return;
         }
     }
 
@@ -111,8 +104,8 @@ struct FwdLauncher {
                                            : Config<FwdBody::kBanded>::kBlockM;
     }
 
-    /// A kernel for the short sequences and one for the others, for any mixture of them. A batch
-    /// whose sequences have many rows in the mean has too few short ones to be worth a launch.
+    /// A kernel for the short sequences and one for the others, for any mixture of them. Not worth
+    /// a launch are the few short ones of a batch with many rows in the mean, and a few tiles.
     void launch_packed(FwdBody body) const {
         constexpr int64_t kManyRows = 192;
         const AttentionProblem& problem = params.problem;
@@ -120,7 +113,8 @@ struct FwdLauncher {
         FwdTileLists lists = FwdTileLists::carve(problem, params.workspace);
         lists.block_m = block_m(body);
         lists.has_short = has_short_kernels(kHeadDim) && body != FwdBody::kGeneral &&
-                          problem.total_q <= kManyRows * problem.batch_size;
+                          problem.total_q <= kManyRows * problem.batch_size &&
+                          problem.batch_size * problem.num_heads_q > num_sms;
         list_packed_tiles(problem, lists, stream);
         launch(body, &lists);
         if constexpr (has_short_kernels(kHeadDim)) {
@@ -132,7 +126,7 @@ struct FwdLauncher {
 template <class Element, int kHeadDim, int kHeadDimV>
 void launch_fwd_element(const AttentionFwdParams& params, int num_sms, cudaStream_t stream) {
     const FwdLauncher<Element, kHeadDim, kHeadDimV> launcher{params, num_sms, stream};
-    const FwdBody body = fwd_body<kHeadDim>(params.problem);
+    const FwdBody body = fwd_body(params.problem, kHeadDim);
     if (params.problem.is_packed()) {
         launcher.launch_packed(body);
     } else {
