@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "attention/sm90/dependent_launch.h"
 #include "attention/sm90/encode_tensor_map.h"
 #include "attention/sm90/fwd_kernel.cuh"
 #include "attention/sm90/fwd_launch.h"
@@ -62,8 +63,13 @@ void launch_fwd_config(const AttentionFwdParams& params, const FwdTileLists* lis
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>),
                         sizeof(FwdSharedStorage<Config>), current_device_limits().device, allowed);
-    fwd_kernel<Config><<<static_cast<unsigned>(grid), Config::kThreads,
-                         sizeof(FwdSharedStorage<Config>), stream>>>(arguments);
+    constexpr int kBytes = sizeof(FwdSharedStorage<Config>);
+    if (lists != nullptr) {
+        return launch_dependent(fwd_kernel<Config>, grid, Config::kThreads, kBytes, stream,
+                                "attention forward", arguments);
+    }
+    fwd_kernel<Config>
+        <<<static_cast<unsigned>(grid), Config::kThreads, kBytes, stream>>>(arguments);
     check_launch("attention forward");
 }
 

@@ -7,6 +7,7 @@
 #include "attention/sm90/fwd_shared_storage.h"
 #include "attention/sm90/fwd_work.h"
 #include "attention/sm90/pipeline.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/shared_address.cuh"
 #include "ptx/tma.cuh"
 
@@ -111,6 +112,7 @@ __device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
                                                const FwdArguments& arguments) {
     const AttentionProblem& problem = arguments.params.problem;
     FwdTileWalk walk = arguments.walk;
+    if (walk.list.tiles != nullptr) ptx::griddepcontrol_wait();  // for the kernel that lists them
     walk.load_count();
     const int num_tiles = static_cast<int>(walk.count());
     const int stride = static_cast<int>(gridDim.x);

@@ -3,6 +3,7 @@
 #include "attention/sm90/fwd_launch.h"
 #include "attention/sm90/fwd_tile_list.h"
 #include "common/check.h"
+#include "ptx/grid_dependency.cuh"
 
 namespace flash_attn_norm {
 namespace sm90 {
@@ -72,6 +73,8 @@ __device__ __forceinline__ void write_tiles(const int (&ends)[kThreads], int fir
 __global__ void __launch_bounds__(kThreads)
     list_packed_tiles_kernel(const AttentionProblem problem, const FwdTileLists lists) {
     __shared__ TileEnds ends;
+    // The kernels that take the tiles may set themselves up meanwhile.
+    ptx::griddepcontrol_launch_dependents();
     const int thread = static_cast<int>(threadIdx.x);
     const int sequences = static_cast<int>(problem.batch_size) + 1;
     int num_long = 0, num_short = 0;
