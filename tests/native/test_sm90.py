@@ -100,7 +100,7 @@ def test_a_packed_sequence_is_in_one_of_two_lists(native):
     def sequences(of_short: bool, total_q: int) -> list:
         block_m = rows if of_short else 2 * rows
         tiles = native.fwd_tiles_packed(
-            cu_q, cu_k, total_q, cu_k[-1], 1, (-1, -1), block_m, 16, True, of_short
+            cu_q, cu_k, total_q, cu_k[-1], 1, (-1, -1), block_m, 16, rows, of_short
         )
         found = [(tile["sequence"], tile["block"]) for tile in tiles]
         assert len(set(found)) == len(found)

@@ -11,7 +11,7 @@ namespace sm90 {
 /// What a launch hands to the kernel. The maps come first: they must be 64-byte aligned.
 struct FwdArguments {
     CUtensorMap map_q, map_k, map_v;  // boxes of a tile's rows
-    CUtensorMap map_out;              // boxes of kWarpRows rows
+    CUtensorMap map_out;              // boxes of the rows that are stored at once
     AttentionFwdParams params;
     FwdTileWalk walk;
     int* tile_counter = nullptr;  // zero at the start; null: tiles are dealt out in turn

@@ -12,7 +12,7 @@ enum class FwdBody {
     kBanded,       // causal masks and windows
     kBandedShort,  // the same, for few keys
     kGeneral,      // softcap and ALiBi as well
-    kShort,        // kBanded's masks, for sequences of up to kShortRows rows
+    kShort,        // kBanded's masks, for short sequences
 };
 
 /// Tile and schedule of a forward kernel. Each consumer warpgroup owns 64 of
@@ -28,6 +28,8 @@ struct FwdTile {
     bool rescale_first = false;  // O is rescaled between the two products of a step, not after them
     bool wait_first = false;     // softmax starts when both products of a step are done
     bool output_tile = true;     // O leaves by the copy engine; else straight from registers
+    bool warp_stores = false;    // each warp its rows by itself, not each warpgroup
+    bool vote_on_mask = false;   // without a band: no test per score where keys do not end
     int ctas_per_sm = 1;
 };
 
@@ -53,11 +55,13 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
     if (head_dim == 64 && (body == FwdBody::kFull || body == FwdBody::kBanded)) {
         tile.block_m = 192;
         tile.lazy_rescale = true;
+        tile.warp_stores = tile.vote_on_mask = body == FwdBody::kFull;
     } else if (head_dim == 64) {
         tile.kv_stages = 3;
     } else if (head_dim <= 128) {
         tile.evict_hints = body != FwdBody::kFull;
         tile.wait_first = true;
+        tile.vote_on_mask = body == FwdBody::kFull;
     } else {  // no room for a second Q or for an output tile
         tile.block_n = head_dim == 256     ? (body == FwdBody::kFull ? 80 : 64)
                        : head_dim_v == 192 ? 112
@@ -71,9 +75,6 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
     return tile;
 }
 
-/// Rows of the output that a warp stores by itself: those of its accumulators.
-constexpr int kWarpRows = 16;
-
 /// kBandedShort serves up to this many keys.
 constexpr int kFewKeys = 1024;
 
@@ -81,6 +82,12 @@ constexpr int kFewKeys = 1024;
 /// registers for an instruction, and one product at head dim 256 takes more.
 constexpr bool has_short_kernels(int head_dim) {
     return head_dim < 256;
+}
+
+/// Packed sequences of up to so many rows are worked on by kShort kernels: measured
+/// (docs/attention_sm90.md).
+constexpr int longest_short_sequence(int head_dim) {
+    return !has_short_kernels(head_dim) ? 0 : head_dim == 64 ? 2 * kShortRows : kShortRows;
 }
 
 /// The body that has code for all that a call needs and no more. `head_dim` is that of the size
@@ -126,6 +133,7 @@ struct FwdConfig {
 
     static constexpr int kConsumers = kBlockM / 64;  // warpgroups
     static constexpr int kThreads = 128 * (kConsumers + 1);
+    static constexpr int kStoreRows = kTile.warp_stores ? 16 : 64;  // of one copy of O
     // ptxas gives every thread the same number of registers at first; the sum
     // over the warpgroups of all CTAs must not exceed the SM's 65536. With 24 the scheduler
     // spills.

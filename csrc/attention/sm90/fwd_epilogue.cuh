@@ -19,8 +19,9 @@ namespace flash_attn_norm {
 namespace sm90 {
 
 /// Named barriers; 0 is __syncthreads().
-constexpr int kBarrierTurn = 1;  // one per consumer warpgroup
-constexpr int kBarrierValuesCleared = 4;
+constexpr int kBarrierTurn = 1;    // one per consumer warpgroup
+constexpr int kBarrierOutput = 4;  // one per consumer warpgroup
+constexpr int kBarrierValuesCleared = 7;
 
 /// The sink of the tile's head in natural units, -inf for none; rows that no sequence covers have
 /// none either.
@@ -126,8 +127,8 @@ __device__ __forceinline__ void store_rows_directly(const FwdRows& rows,
     }
 }
 
-/// Through the warp's part of the output tile, from where the copy engine takes it. Nobody else
-/// touches that part, so no warp waits for another.
+/// Through the warpgroup's or the warp's part of the output tile, from where the copy engine takes
+/// it. Nobody else touches that part, so no warpgroup waits for another.
 template <class Config>
 __device__ __forceinline__ void store_rows_by_tile(FwdSharedStorage<Config>& shared,
                                                    const FwdArguments& arguments,
@@ -136,40 +137,49 @@ __device__ __forceinline__ void store_rows_by_tile(FwdSharedStorage<Config>& sha
                                                    int thread) {
     using Layout = typename Config::LayoutO;
     const AttentionProblem& problem = arguments.params.problem;
+    constexpr int kRows = Config::kStoreRows, kThreads = 2 * kRows;
     const int lane = thread & 31;
-    const int warp_row = thread / 32 * kWarpRows;  // of the warpgroup's
-    const int tile_row = 64 * warpgroup + warp_row;
-    if (lane == 0) ptx::bulk_wait_group_read<0>();  // the last tile's store
-    __syncwarp();
+    const int member = thread % kThreads;
+    const int first_row = thread / kThreads * kRows;  // of the warpgroup's
+    const int tile_row = 64 * warpgroup + first_row;
+    const auto wait_for_others = [&] {
+        if (kThreads == 32) {
+            __syncwarp();
+        } else {
+            ptx::bar_sync(kBarrierOutput + warpgroup, 128);
+        }
+    };
+    if (member == 0) ptx::bulk_wait_group_read<0>();  // the last tile's store
+    wait_for_others();
     const uint32_t tile = ptx::shared_address(shared.out.bytes);
-    const int my_row = tile_row + lane % 16;
+    const int my_row = tile_row + member / 32 * 16 + lane % 16;
 #pragma unroll
     for (int d = 0; d < Config::kTilesD; d += 2) {
         ptx::stmatrix_x4(tile + Layout::unit_offset(my_row, d + lane / 16), output.pair(d, 0),
                          output.pair(d, 1), output.pair(d + 1, 0), output.pair(d + 1, 1));
     }
     ptx::fence_proxy_async_shared();
-    __syncwarp();
+    wait_for_others();
 
     // No barrier inside these branches: the compiler would have to reckon with lanes that part, and
     // keep nothing of the main loop in uniform registers.
-    const int count = min(rows.count - warp_row, kWarpRows);
+    const int count = min(rows.count - first_row, kRows);
     const int units = problem.head_dim_v / 8;
-    if (!problem.is_packed() || count == kWarpRows) {
-        if (lane == 0 && count > 0) {
+    if (!problem.is_packed() || count == kRows) {
+        if (member == 0 && count > 0) {
 #pragma unroll 1
             for (int c = 0; c * Layout::kUnitsPerRow < units; ++c) {
                 ptx::tma_store_4d(&arguments.map_out,
                                   tile + c * Layout::kChunkBytes + tile_row * Layout::kRowBytes,
-                                  c * Layout::kChunkColumns, work.row_q + rows.first + warp_row,
+                                  c * Layout::kChunkColumns, work.row_q + rows.first + first_row,
                                   work.head, rows.batch);
             }
             ptx::bulk_commit_group();
         }
     } else {  // the copy engine would write on into the next sequence
-        for (int i = lane; i < count * units; i += 32) {
+        for (int i = member; i < count * units; i += kThreads) {
             const int row = i / units, unit = i - row * units;
-            *reinterpret_cast<uint4*>(rows.out + (warp_row + row) * rows.row_stride + unit * 8) =
+            *reinterpret_cast<uint4*>(rows.out + (first_row + row) * rows.row_stride + unit * 8) =
                 *reinterpret_cast<const uint4*>(shared.out.bytes +
                                                 Layout::unit_offset(tile_row + row, unit));
         }

@@ -63,7 +63,7 @@ class FwdConsumer {
             }
         }
         // Shared memory must outlive the last store's reading of it.
-        if (lane == 0) ptx::bulk_wait_group_read<0>();
+        if (thread % (2 * Config::kStoreRows) == 0) ptx::bulk_wait_group_read<0>();
     }
 
   private:
@@ -229,10 +229,12 @@ class FwdConsumer {
                                     min(row + 8 + work.right, work.seqlen_k) - key};
                 mask_from(scores, end);
             } else {
-                // By a vote, for the lanes of a warp must not seem to part
                 const bool ends = work.seqlen_k < (n_block + 1) * Config::kBlockN;
                 const int end[2] = {work.seqlen_k - key, work.seqlen_k - key};
-                if (__any_sync(0xffffffffu, ends)) mask_from(scores, end);
+                // By a vote, for the lanes of a warp must not seem to part
+                if (!Config::kTile.vote_on_mask || __any_sync(0xffffffffu, ends)) {
+                    mask_from(scores, end);
+                }
             }
         }
         constexpr bool kGuard = kMasked || Config::kGeneral;

@@ -35,8 +35,8 @@ FwdArguments fwd_arguments(const AttentionFwdParams& params) {
         encode_tensor_map(tensor_map_shape<Config::kHeadDimV>(v, params.v_strides, Config::kBlockN),
                           params.v, problem.dtype);
     arguments.map_out = encode_tensor_map(
-        tensor_map_shape<Config::kHeadDimV>(out, contiguous_strides(out), kWarpRows), params.out,
-        problem.dtype);
+        tensor_map_shape<Config::kHeadDimV>(out, contiguous_strides(out), Config::kStoreRows),
+        params.out, problem.dtype);
     arguments.params = params;
     return arguments;
 }
@@ -118,13 +118,14 @@ struct FwdLauncher {
         if (problem.total_q == 0) return;
         FwdTileLists lists = FwdTileLists::carve(problem, params.workspace);
         lists.block_m = block_m(body);
-        lists.has_short = has_short_kernels(kHeadDim) && body != FwdBody::kGeneral &&
-                          problem.total_q <= kManyRows * problem.batch_size &&
-                          problem.batch_size * problem.num_heads_q > num_sms;
+        if (body != FwdBody::kGeneral && problem.total_q <= kManyRows * problem.batch_size &&
+            problem.batch_size * problem.num_heads_q > num_sms) {
+            lists.short_rows = longest_short_sequence(kHeadDim);
+        }
         list_packed_tiles(problem, lists, stream);
         launch(body, &lists);
         if constexpr (has_short_kernels(kHeadDim)) {
-            if (lists.has_short) launch<FwdBody::kShort>(&lists);
+            if (lists.short_rows > 0) launch<FwdBody::kShort>(&lists);
         }
     }
 };

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int first = 0; first < sequences; first += kThreads) {
         TileCounts counts;
         if (first + thread < sequences) {
-            counts = tile_counts(problem, first + thread, lists.block_m, lists.has_short);
+            counts = tile_counts(problem, first + thread, lists.block_m, lists.short_rows);
         }
         ends.scan(counts, thread);
         write_tiles(ends.in_long, first, lists.long_tiles + num_long, lists.capacity - num_long,

@@ -10,8 +10,8 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-/// Sequences of at most this many query rows and keys are worked on by kernels whose tiles have
-/// kShortRows query rows and of which a multiprocessor runs several CTAs.
+/// Short sequences, of at most so many keys, are worked on by kernels whose tiles have kShortRows
+/// query rows and of which a multiprocessor runs several CTAs.
 constexpr int kShortRows = 64;
 constexpr int kShortKeys = 256;
 
@@ -33,9 +33,9 @@ struct FwdTileLists {
     int* counts = nullptr;  // of both lists
     PackedTile* long_tiles = nullptr;
     PackedTile* short_tiles = nullptr;
-    int capacity = 0;  // of each list
-    int block_m = 1;   // query rows of a long tile
-    bool has_short = false;
+    int capacity = 0;    // of each list
+    int block_m = 1;     // query rows of a long tile
+    int short_rows = 0;  // up to which a sequence is in the list of short ones; 0: none is
 
     static constexpr int kHeaderBytes = 64;
 
@@ -67,11 +67,11 @@ struct TileCounts {
 };
 
 FAN_HOST_DEVICE TileCounts tile_counts(const AttentionProblem& problem, int64_t sequence,
-                                       int block_m, bool has_short) {
+                                       int block_m, int short_rows) {
     const SeqlenInfo info = seqlen_info_or_uncovered(problem, sequence, /*of_queries=*/true);
     TileCounts counts;
-    if (has_short && info.seqlen_q <= kShortRows && info.seqlen_k <= kShortKeys) {
-        counts.in_short = info.seqlen_q > 0 ? 1 : 0;
+    if (info.seqlen_q <= short_rows && info.seqlen_k <= kShortKeys) {
+        counts.in_short = static_cast<int>((info.seqlen_q + kShortRows - 1) / kShortRows);
     } else {
         counts.in_long = static_cast<int>((info.seqlen_q + block_m - 1) / block_m);
     }
