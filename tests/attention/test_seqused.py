@@ -163,6 +163,11 @@ def test_refusals(kernel, bf16_place):
     refused(call(cu_seqlens_k=good[:1]), "cu_seqlens_k")
     refused(call(cu_seqlens_k=inputs["cu_seqlens_k"].long()), "cu_seqlens_k", "torch.int64")
     refused(call(cu_seqlens_k=None), "cu_seqlens_k is None")
+    slopes = torch.zeros(3, 4, device=device)
+    refused(call(alibi_slopes=slopes), "alibi_slopes has shape (3, 4)", "(batch_size, num_heads_q)")
+    refused(call(alibi_slopes=True), "alibi_slopes is True")
+    if device.type == "cpu":
+        refused(call(cu_seqlens_k=inputs["cu_seqlens_k"].flip(0)), "cu_seqlens_k")
     kernel.check_inputs(device.type == "cuda")
     try:
         for wrong in (-1, 10):
@@ -171,6 +176,16 @@ def test_refusals(kernel, bf16_place):
             refused(call(seqused_k=used), *said)
     finally:
         kernel.check_inputs(False)
+
+
+def test_meta_tensors(kernel, bf16_place):
+    inputs, _ = make_case(bf16_place, ([5, 4], [9, 8], [4, 8]))
+    meta = {name: tensor.to("meta") for name, tensor in inputs.items()}
+    out = kernel.flash_attn_varlen_func(**meta, max_seqlen_q=5, max_seqlen_k=9)
+    assert out.shape == inputs["q"].shape
+    meta["seqused_k"] = meta["seqused_k"][:1]
+    lengths = {"max_seqlen_q": 5, "max_seqlen_k": 9}
+    refused(lambda: kernel.flash_attn_varlen_func(**meta, **lengths), "seqused_k has shape (1,)")
 
 
 @pytest.mark.gpu

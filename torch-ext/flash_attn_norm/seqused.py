@@ -22,7 +22,7 @@ def cut_at_used_keys(sequences: Sequences, seqused_k: Tensor) -> Sequences:
     others. What a kernel promises for a neighbour then holds for keys that are not used, whatever
     they hold, and for their gradients.
 
-    Index tensors that do not go together are given back as they are: the op says what is wrong.
+    What does not go together is given back as it is: the op says what is wrong with it.
     """
     cu_seqlens_q, cu_seqlens_k, alibi_slopes = sequences
     refuse_dtensor("seqused_k", seqused_k)
@@ -33,14 +33,19 @@ def cut_at_used_keys(sequences: Sequences, seqused_k: Tensor) -> Sequences:
     if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.device != cu_seqlens_k.device:
         return sequences
     batch_size = cu_seqlens_k.shape[0] - 1
+    has_batch = isinstance(alibi_slopes, Tensor) and alibi_slopes.dim() == 2
+    if has_batch and alibi_slopes.shape[0] != batch_size:
+        return sequences
     _check_shape(seqused_k, batch_size, cu_seqlens_k.device)
     lengths = cu_seqlens_k.diff()
-    if not torch.compiler.is_compiling() and (seqused_k.is_cpu or checks_values()):
+    if _may_read_values(seqused_k):
+        if (lengths < 0).any():
+            return sequences
         _check_values(seqused_k, lengths)
     # 0, 0, 5, 5, 9, 9, ...: the second of a pair becomes the end of the keys that are used.
     pairs = cu_seqlens_k.repeat_interleave(2)
     pairs[1:-1:2] += torch.minimum(seqused_k.clamp(min=0), lengths)
-    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+    if has_batch:
         alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
     return Sequences(cu_seqlens_q.repeat_interleave(2)[1:], pairs[:-1], alibi_slopes)
 
@@ -63,8 +68,16 @@ def _check_shape(seqused_k: Tensor, batch_size: int, device: torch.device) -> No
         )
 
 
+def _may_read_values(tensor: Tensor) -> bool:
+    """As ``check_inputs`` says; a capture of a CUDA graph is the op's to refuse."""
+    if torch.compiler.is_compiling():
+        return False
+    if tensor.is_cuda:
+        return checks_values() and not torch.cuda.is_current_stream_capturing()
+    return tensor.is_cpu
+
+
 def _check_values(seqused_k: Tensor, lengths: Tensor) -> None:
-    """Of values that the host may read; see ``check_inputs``."""
     wrong = (seqused_k < 0) | (seqused_k > lengths)
     for index in wrong.nonzero().flatten().tolist()[:1]:
         raise ValueError(
