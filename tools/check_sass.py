@@ -6,6 +6,7 @@ Machine code is read straight from the cubins: cuobjdump alone has no disassembl
 
 from __future__ import annotations
 
+import re
 import struct
 import subprocess
 import tempfile
@@ -28,6 +29,16 @@ OPCODES = {
     "UTMALDG": {0x5B4},  # cp.async.bulk.tensor, global to shared
 }
 
+# Forward kernels work in steps (docs/attention_sm90.md): S = Q K^T of one block is issued (both
+# operands in shared memory: s), then O += P V of the block before (P in registers: r); the wait
+# that leaves one group in flight (1) is for S, the next, which leaves none (0), for O. With a wait
+# between the products, such as ptxas puts in where it cannot follow their registers, a softmax
+# would have nothing to run beside.
+STEP_SOURCE = "csrc/attention/sm90/fwd_hdim*.cu"
+STEP = re.compile("s+r+10")
+PRODUCTS = {0x9F0: "s", 0xDF0: "r"}
+WARPGROUP = 0x9C5  # ARRIVE, and with bit 47 DEPBAR: groups that may stay in flight in bits 72 to 77
+
 
 def check_sass(plan: BuildPlan, cuobjdump: Path) -> list[str]:
     """What is wrong with the machine code; empty when nothing is."""
@@ -40,6 +51,12 @@ def check_sass(plan: BuildPlan, cuobjdump: Path) -> list[str]:
             missing = [name for name in required if counts[name] == 0]
             if missing:
                 problems.append(f"{kernel} has no {' and no '.join(missing)}")
+        if Path(step.source).match(STEP_SOURCE):
+            problems += [
+                f"{kernel} has no step with both products in flight"
+                for kernel, products in product_sequences(step.object, cuobjdump).items()
+                if products and not STEP.search(products)
+            ]
     return problems
 
 
@@ -53,26 +70,42 @@ def required_instructions(source: Path | str) -> tuple[str, ...]:
 
 def count_instructions(path: Path, cuobjdump: Path) -> dict[str, Counter]:
     """How often each instruction of OPCODES stands in each kernel of an object."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [str(cuobjdump), "-xelf", "all", str(path.resolve())]
-        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        found = {}
-        for cubin in sorted(Path(folder).glob("*.cubin")):
-            found.update(_count_in_cubin(cubin.read_bytes()))
-    names = demangle(list(found), parameters=False)
-    return dict(zip(names, found.values(), strict=True))
-
-
-def _count_in_cubin(data: bytes) -> dict[str, Counter]:
     return {
-        name: Counter(
+        kernel: Counter(
             instruction
             for (word, _) in struct.iter_unpack("<QQ", code)
             for instruction, opcodes in OPCODES.items()
             if word & 0xFFF in opcodes
         )
-        for name, code in _kernels(data)
+        for kernel, code in _machine_code(path, cuobjdump).items()
     }
+
+
+def product_sequences(path: Path, cuobjdump: Path) -> dict[str, str]:
+    """The products of each kernel and the waits for them, in their order: see STEP."""
+    return {
+        kernel: "".join(_product_or_wait(*words) for words in struct.iter_unpack("<QQ", code))
+        for kernel, code in _machine_code(path, cuobjdump).items()
+    }
+
+
+def _product_or_wait(low: int, high: int) -> str:
+    opcode = low & 0xFFF
+    if opcode == WARPGROUP and low >> 47 & 1:
+        return str(high >> 8 & 0x3F)
+    return PRODUCTS.get(opcode, "")
+
+
+def _machine_code(path: Path, cuobjdump: Path) -> dict[str, bytes]:
+    """{kernel: its code} of an object."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [str(cuobjdump), "-xelf", "all", str(path.resolve())]
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        found = {}
+        for cubin in sorted(Path(folder).glob("*.cubin")):
+            found.update(_kernels(cubin.read_bytes()))
+    names = demangle(list(found), parameters=False)
+    return dict(zip(names, found.values(), strict=True))
 
 
 def _kernels(data: bytes) -> list[tuple[str, bytes]]:

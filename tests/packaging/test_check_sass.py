@@ -2,12 +2,18 @@
 
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from tests.packaging.conftest import ROOT
 from tools.archs import Arch
-from tools.check_sass import HOPPER_SOURCES, check_sass, count_instructions
+from tools.check_sass import (
+    HOPPER_SOURCES,
+    check_sass,
+    count_instructions,
+    product_sequences,
+)
 from tools.cuda_toolkit import get_cuobjdump, get_toolkit
 from tools.ninja_file import BuildPlan, CompileStep
 
@@ -16,19 +22,43 @@ KERNELS = """
 #include "ptx/wgmma.cuh"
 using namespace flash_attn_norm::ptx;
 
-__global__ void both(float* x, const __grid_constant__ CUtensorMap map) {
-    float d[16];
-    const uint32_t a[4] = {1, 2, 3, 4};
-    tma_load_4d(0, &map, 8, 0, 0, 0, 0);
+__device__ void issue_scores(float (&s)[16]) {
     wgmma_fence();
-    Wgmma<WgmmaType::kBf16, 32>::ss<Major::kContraction, Major::kContraction>(d, 1, 2, 0);
-    Wgmma<WgmmaType::kF16, 32>::rs<Major::kOuter>(d, a, 2, 1);
+    Wgmma<WgmmaType::kBf16, 32>::ss<Major::kContraction, Major::kContraction>(s, 1, 2, 0);
     wgmma_commit_group();
+}
+
+__device__ void issue_output(float (&o)[16]) {
+    const uint32_t p[4] = {1, 2, 3, 4};
+    wgmma_fence();
+    Wgmma<WgmmaType::kBf16, 32>::rs<Major::kOuter>(o, p, 2, 0);
+    wgmma_commit_group();
+}
+
+__global__ void both(float* x, const __grid_constant__ CUtensorMap map) {
+    float s[16], o[16];
+    tma_load_4d(0, &map, 8, 0, 0, 0, 0);
+    issue_scores(s);
+    issue_output(o);
+    wgmma_wait_group<1>();
+    for (int i = 0; i < 16; ++i) x[i] = s[i];
     wgmma_wait_group<0>();
-    for (int i = 0; i < 16; ++i) x[i] = d[i];
+    for (int i = 0; i < 16; ++i) x[16 + i] = o[i];
+}
+"""
+ONE_AFTER_THE_OTHER = """
+__global__ void serial(float* x, const __grid_constant__ CUtensorMap map) {
+    float s[16], o[16];
+    tma_load_4d(0, &map, 8, 0, 0, 0, 0);
+    issue_scores(s);
+    wgmma_wait_group<0>();
+    issue_output(o);
+    wgmma_wait_group<0>();
+    for (int i = 0; i < 16; ++i) x[i] = s[i] + o[i];
 }
 """
 HOPPER_SOURCE = "csrc/attention/sm90/fwd_hdim128.cu"
+BACKWARD_SOURCE = "csrc/attention/sm90/bwd_hdim128.cu"
 OTHER_KERNEL = "__global__ void neither(float* x) { x[threadIdx.x] *= 2.0f; }\n"
 
 
@@ -67,6 +97,22 @@ def test_instructions_are_counted(tmp_path, cuobjdump):
 def test_hopper_kernels_without_them_are_found(tmp_path, cuobjdump):
     build = compiled(tmp_path, KERNELS + OTHER_KERNEL, HOPPER_SOURCE)
     assert check_sass(build, cuobjdump) == ["neither has no HGMMA and no UTMALDG"]
+
+
+def test_products_and_waits_are_read_in_their_order(tmp_path, cuobjdump):
+    build = compiled(tmp_path, KERNELS + ONE_AFTER_THE_OTHER, HOPPER_SOURCE)
+    sequences = product_sequences(build.steps[0].object, cuobjdump)
+    assert {name: re.sub(r"(.)\1+", r"\1", text) for name, text in sequences.items()} == {
+        "both": "sr10",
+        "serial": "s0r0",
+    }
+
+
+def test_forward_kernels_whose_products_wait_for_each_other_are_found(tmp_path, cuobjdump):
+    build = compiled(tmp_path, KERNELS + ONE_AFTER_THE_OTHER, HOPPER_SOURCE)
+    assert check_sass(build, cuobjdump) == ["serial has no step with both products in flight"]
+    build.steps[0] = replace(build.steps[0], source=BACKWARD_SOURCE)
+    assert check_sass(build, cuobjdump) == []
 
 
 @pytest.mark.parametrize("source", ["sm80/fwd_hdim128.cu", "sm90/bwd_passes.cu"])
