@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from errors import assert_same_bits, assert_within, assert_zero
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .comparison import (
     allowed_errors,
@@ -176,6 +177,28 @@ def test_refusals(kernel, bf16_place):
             refused(call(seqused_k=used), *said)
     finally:
         kernel.check_inputs(False)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_index_that_a_refusal_of_lengths_names(kernel, bf16_place, name):
+    inputs, _ = make_case(bf16_place, ([5, 4], [9, 8], [4, 8]))
+    inputs.update(max_seqlen_q=5, max_seqlen_k=9)
+    inputs[name] = lengths_tensor([0, 5, 4], bf16_place)
+    kernel.check_inputs(bf16_place["device"].type == "cuda")
+    try:
+        said = f"{name} decreases at index 2: 5, 4"
+        refused(lambda: kernel.flash_attn_varlen_func(**inputs), said)
+    finally:
+        kernel.check_inputs(False)
+
+
+def test_fake_tensors(kernel):
+    place = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    inputs, _ = make_case(place, ([5, 4], [9, 8], [4, 8]))
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in inputs.items()}
+        out = kernel.flash_attn_varlen_func(**fakes, max_seqlen_q=5, max_seqlen_k=9)
+    assert out.shape == inputs["q"].shape
 
 
 def test_meta_tensors(kernel, bf16_place):

@@ -39,7 +39,7 @@ def cut_at_used_keys(sequences: Sequences, seqused_k: Tensor) -> Sequences:
     _check_shape(seqused_k, batch_size, cu_seqlens_k.device)
     lengths = cu_seqlens_k.diff()
     if _may_read_values(seqused_k):
-        if (lengths < 0).any():
+        if (lengths < 0).any() or (cu_seqlens_q.diff() < 0).any():
             return sequences
         _check_values(seqused_k, lengths)
     # 0, 0, 5, 5, 9, 9, ...: the second of a pair becomes the end of the keys that are used.
@@ -70,7 +70,7 @@ def _check_shape(seqused_k: Tensor, batch_size: int, device: torch.device) -> No
 
 def _may_read_values(tensor: Tensor) -> bool:
     """As ``check_inputs`` says; a capture of a CUDA graph is the op's to refuse."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(tensor).__name__ == "FakeTensor":
         return False
     if tensor.is_cuda:
         return checks_values() and not torch.cuda.is_current_stream_capturing()
