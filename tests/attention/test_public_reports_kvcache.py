@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from errors import assert_same_bits
+from errors import assert_same_bits, assert_within
 
+from .comparison import make_inputs
 from .kvcache_comparison import check, lengths_tensor, make_case, run_ours
 from .test_kvcache_refusals import refused_whole
 
@@ -73,3 +74,24 @@ def test_sequences_of_a_cache_two_to_the_30_elements_apart(kernel, bf16_place):
     for name in wide:
         assert_same_bits(name, wide[name], narrow[name])
         assert_same_bits(name, wide[name][0], untouched[name])
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 8)], ids=str)
+def test_alibi_of_a_decoded_token_is_that_of_the_training_pass(kernel, bf16_place, shape):
+    """Dao-AILab/flash-attention#907: a prompt of 9 tokens, then token by token."""
+    prompt, total = 9, 14
+    inputs = make_inputs(bf16_place, 2, total, total, (8, 8))
+    slopes = torch.rand(shape, device=bf16_place["device"])
+    whole = kernel.flash_attn_func(**inputs, causal=True, alibi_slopes=slopes)
+    caches = {}
+    for name in ("k", "v"):
+        caches[f"{name}_cache"] = torch.full((2, 32, 8, 64), math.nan, **bf16_place)
+        caches[f"{name}_cache"][:, :prompt] = inputs[name][:, :prompt]
+    allowed = 2 * torch.finfo(torch.bfloat16).eps * whole.abs().max().item()
+    for step in range(prompt, total):
+        new = {name: inputs[name][:, step : step + 1] for name in ("q", "k", "v")}
+        lengths = lengths_tensor([step, step], bf16_place)
+        out = kernel.flash_attn_with_kvcache(
+            **new, **caches, cache_seqlens=lengths, causal=True, alibi_slopes=slopes
+        )
+        assert_within("out", out[:, 0], whole[:, step], allowed)

@@ -59,5 +59,7 @@ def test_packing():
     # A random model's first loss is that of guessing among the vocabulary: ln(512) = 6.24.
     assert losses(steps)[0] == pytest.approx(6.24, abs=0.1)
     assert losses(steps)[1] < losses(steps)[0]
-    # TRL must know the name with its revision for a flash implementation.
-    assert "attention implementation is not" not in output
+    # TRL once warned that a name with its revision is no flash implementation
+    # (huggingface/trl#6984).
+    told = [line for line in output.splitlines() if not line.startswith("$ ")]
+    assert not re.findall("(?i).*attention.*", "\n".join(told))

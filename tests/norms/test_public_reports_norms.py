@@ -167,6 +167,22 @@ class TestMoreElementsThan32BitsCount:
         for row, alone in self.rows_alone(kernel.rms_norm, x, weight, rows):
             assert_same_bits(f"row {row}", out[row : row + 1], alone)
 
+    def test_backward(self, kernel):
+        # linkedin/Liger-Kernel#803: only the last row has a gradient.
+        x = torch.randn(1_000_000, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        dout = torch.zeros_like(x)
+        dout[-1] = torch.randn(4096, device="cuda", dtype=torch.bfloat16)
+        dx, dweight = torch.autograd.grad(kernel.rms_norm(x, weight), (x, weight), dout)
+        alone = x[-1:].detach().clone().requires_grad_()
+        expected = torch.autograd.grad(kernel.rms_norm(alone, weight), (alone, weight), dout[-1:])
+        ours = (dx[-1:], dweight)
+        for name, result, wanted in zip(("dx", "dweight"), ours, expected, strict=True):
+            unit = 2 * torch.finfo(torch.bfloat16).eps
+            assert_within(name, result, wanted, unit * wanted.abs().max().item())
+        for row in (0, 524_287, 524_288, 999_998):
+            assert_zero(f"dx of row {row}", dx[row])
+
     def test_many_narrow_rows(self, kernel):
         # linkedin/Liger-Kernel#1483
         x = torch.zeros(2**23 + 16, 256, device="cuda", dtype=torch.bfloat16)
