@@ -23,7 +23,9 @@ help:
 	@echo "make release   show what a release would change; PUBLISH=1 does it (TO=org/name or folder)"
 	@echo "make verify    WHAT=org/name@revision or a folder: find files that are not as released"
 	@echo "make published what users of every published version find, on the Hub of HF_ENDPOINT"
+	@echo "make records   say which committed measurements are of the sources at hand"
 	@echo "make format    format C++ and Python; make lint: check both"
+	@echo "make clean     remove build/ and .build/, and keep what was installed"
 	@if [ -e $(VENV)/test.stamp ]; then $(RUN) -m tools.records; fi
 
 demo: $(VENV)/demo.stamp
