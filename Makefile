@@ -32,8 +32,9 @@ demo: $(VENV)/demo.stamp
 	$(BUILD) --for-this-torch $(ARGS)
 	$(RUN) examples/train_tiny.py
 
+# One process a core, each with whole files: their fixtures are costly.
 test: build
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --dist loadfile
 
 build: $(VENV)/test.stamp
 ifeq ($(ARGS),)

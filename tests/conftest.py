@@ -44,6 +44,13 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which not every machine has
+def pytest_xdist_auto_num_workers() -> int:
+    """For `-n auto`: a process for each core up to four, and one alone where there is a GPU, whose
+    memory some tests take most of."""
+    return 0 if torch.cuda.is_available() else min(4, len(os.sched_getaffinity(0)))
+
+
 def pytest_report_header() -> str:
     if torch.cuda.is_available():
         return f"devices: cpu, {torch.cuda.get_device_name()}"
