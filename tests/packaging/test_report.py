@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import curves, report_models
+from benchmarks import curves, report_models, report_two_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,6 +29,12 @@ def test_tables_of_the_documents():
     for table in tables:
         missing = [line for line in table.splitlines() if f"{line}\n" not in "".join(documents)]
         assert not missing, "run python -m benchmarks.report and put its tables into docs/"
+
+
+def test_tables_of_two_gpus():
+    document = (ROOT / "docs" / "distributed.md").read_text()
+    for table in report_two_gpus.tables():
+        assert f"{table}\n\n" in document
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--tables-only"]])
