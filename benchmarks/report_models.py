@@ -120,24 +120,27 @@ def write_tables(path: Path) -> None:
 
 
 def plot_training(record: dict, folder: Path) -> None:
-    """The losses of the runs, and how far they lie from the first run with torch's kernels."""
+    """The losses of the runs, which lie on each other, and below how far each lies from the first
+    run with torch's kernels."""
     losses = {f["losses_of"]: f["losses"] for f in record["figures"] if "losses_of" in f}
     steps = range(1, len(losses["torch"]) + 1)
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4))
-    colors = {"ours": "C0", "torch": "C1", "torch_again": "C7", "torch_cudnn": "C8"}
+    figure, axes = plt.subplots(2, 1, figsize=(11, 7.5), sharex=True)
+    colors = {"ours": "C0", "torch": "black", "torch_again": "C7", "torch_cudnn": "C2"}
     for name, curve in sorted(losses.items(), reverse=True):  # ours last, on top of the others
-        style = {"color": colors.get(name, "C5"), "linewidth": 1, "label": CONTENDERS[name]}
+        width = 1.6 if name == "ours" else 0.9
+        style = {"color": colors.get(name, "C1"), "linewidth": width, "label": CONTENDERS[name]}
         axes[0].plot(steps, curve, **style)
-        if name != "torch":
-            distances = [x - y for x, y in zip(curve, losses["torch"])]
-            axes[1].plot(steps, distances, **style)
-    figure.suptitle(f"Training, {record['device']}, 1B parameters, bf16 products")
-    axes[0].set_title("loss", fontsize=10)
-    axes[1].set_title("difference from torch, flash", fontsize=10)
+        distances = [x - y for x, y in zip(curve, losses["torch"])]
+        axes[1].plot(steps, distances, **style)
+    axes[0].set_ylabel("loss, nats per token")
+    axes[1].set_ylabel("loss less that of torch, flash; nats per token")
+    axes[1].set_xlabel("step")
     for axis in axes:
-        axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-        axis.legend()
-    figure.tight_layout()
+        axis.margins(x=0.01)
+    figure.suptitle(f"Training, {record['device']}, 1B parameters, bf16 products")
+    labels = axes[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="lower center", ncols=len(losses), frameon=False)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(folder / "training_cuda.png", dpi=110)
     plt.close(figure)

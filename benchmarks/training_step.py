@@ -163,6 +163,7 @@ def measure_speed(training: Training, sizes: tuple, device: torch.device) -> lis
 
 def measured_step(model, optimizer, tokens, training, lengths: dict) -> tuple:
     """Seconds of a step, and how far its peak of memory rises over what all models hold."""
+    seconds_of_step(model, optimizer, tokens, training, steps=1, **lengths)  # optimizer states
     held = 0
     if tokens.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
