@@ -69,7 +69,7 @@ def test_writes_whole_models_tables_behind_their_marks(tmp_path, monkeypatch):
         report_models.write_tables(document)
         written = document.read_text()
         assert written.count(report_models.tables()["generation"]) == 1
-        assert "| generate, dynamic cache | ours | 7 | 1.000 | 0.000 |\n\nHow to read them" in written
+        assert "| generate, dynamic cache | ours | 7 | 1.000 | 0.000 |\n\nHow to read" in written
 
 
 def test_losses_within_torchs_runs():
