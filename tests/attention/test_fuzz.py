@@ -1,7 +1,9 @@
 """Random shapes, strides, terms and flags together, forward and backward, against the reference.
 
-Hypothesis chooses the cases, the same ones in every run (``derandomize``); a case that fails is
-printed, and ``run_case(kernel, device, case)`` repeats it.
+Hypothesis chooses the cases, the same ones in every run of the same sources (``derandomize``): it
+also draws constants that it finds in the package and in other modules outside of site-packages, so
+that a change there may change the cases. The smallest case that fails is printed, and
+``run_case(kernel, device, case)`` repeats it.
 """
 
 import math
@@ -192,3 +194,37 @@ def test_on_the_cpu(kernel, case):
 @given(case=cases(["bfloat16", "float16"], most_rows=300, most_head_dim=512))
 def test_on_a_gpu(kernel, case):
     run_case(kernel, torch.device("cuda"), case)
+
+
+ONE_KEY = {
+    "dtype": "bfloat16",
+    "packed": False,
+    "sequences": [(0, 0)],
+    "dense": (1, 1, 1),
+    "more_rows": 0,
+    "num_heads_kv": 1,
+    "group_size": 1,
+    "head_dim": 1,
+    "head_dim_v": None,
+    "layouts": ("contiguous", "contiguous", "contiguous"),
+    "seed": 0,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softmax_scale": None,
+    "softcap": 0.0,
+    "dropout_p": 0.2,
+    "deterministic": False,
+    "alibi": None,
+    "s_aux": None,
+    "bias": None,
+    "bias_broadcast": (False, False, False),
+    "bias_hides": 0.0,
+    "bias_layout": "contiguous",
+    "dlse": False,
+}
+
+
+def test_gradients_that_rounding_alone_makes(kernel, device):
+    """With one key dq and dk are 0, but for what rounding ``out`` leaves in delta."""
+    for seed in range(20):
+        run_case(kernel, device, {**ONE_KEY, "seed": seed})

@@ -1,10 +1,12 @@
-"""Views, offsets and layouts: the values count, not where they lie."""
+"""Views, offsets and layouts: the values count, not where they lie. Bits are the same wherever the
+same kernel runs: on a GPU not for tensors with a stride of 0, which Hopper's kernels hand over to
+the portable ones (docs/numerics.md)."""
 
 import pytest
 import torch
 from errors import assert_same_bits, surrounded_by_nan
 
-from .comparison import make_inputs, make_packed, random_dout, run_ours
+from .comparison import check, make_inputs, make_packed, random_dout, run_ours
 
 
 def run_both(kernel, inputs, strided, dout):
@@ -67,7 +69,10 @@ def test_expanded_keys(kernel, place):
     shared = {name: inputs[name][:, :, :1] for name in ("k", "v")}
     expanded = {name: tensor.expand(1, 70, 4, 64) for name, tensor in shared.items()}
     contiguous = {name: tensor.contiguous() for name, tensor in expanded.items()}
-    run_both(kernel, {**inputs, **contiguous}, {**inputs, **expanded}, random_dout(inputs))
+    dout = random_dout(inputs)
+    check(kernel, {**inputs, **expanded}, dout, causal=True)
+    if place["device"].type == "cpu":
+        run_both(kernel, {**inputs, **contiguous}, {**inputs, **expanded}, dout)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,9 @@ def test_expanded_keys(kernel, place):
 def test_layout_of_dout(kernel, place, dout_layout):
     inputs = make_inputs(place, 2, 33, 70)
     dout = dout_layout(random_dout(inputs))
+    check(kernel, inputs, dout)
+    if place["device"].type != "cpu" and dout.stride(-1) == 1 and 0 in dout.stride():
+        return
     strided = run_ours(kernel, inputs, dout, deterministic=True)
     contiguous = run_ours(kernel, inputs, dout.contiguous(), deterministic=True)
     for name in contiguous:
