@@ -20,6 +20,7 @@ import matplotlib.pyplot as plt
 
 from benchmarks import report_models
 from benchmarks.fa3_yardstick import LEAST_SEQLEN_THROUGH_CUDNN, over_fa3_through_cudnn
+from benchmarks.report_models import markdown_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PLOTS = ROOT / "docs" / "plots"
@@ -47,12 +48,6 @@ def read_record(name: str) -> dict:
 
 def read_figures(name: str) -> list:
     return read_record(name)["figures"]
-
-
-def markdown_table(header: list, rows: list) -> str:
-    lines = [header, *rows]
-    texts = [("| " + " | ".join(line) + " |").replace("|  |", "| |") for line in lines]
-    return "\n".join([texts[0], "|" + "---|" * len(header), *texts[1:]])
 
 
 def attention_settings(figures: list) -> list:

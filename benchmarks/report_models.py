@@ -33,8 +33,9 @@ def read_figures(name: str) -> list:
 
 
 def markdown_table(header: list, rows: list) -> str:
-    lines = ["| " + " | ".join(line).replace("|  |", "| |") + " |" for line in (header, *rows)]
-    return "\n".join([lines[0], "|" + "---|" * len(header), *lines[1:]])
+    lines = [header, *rows]
+    texts = [("| " + " | ".join(line) + " |").replace("|  |", "| |") for line in lines]
+    return "\n".join([texts[0], "|" + "---|" * len(header), *texts[1:]])
 
 
 def speed_table(figures: list) -> str:
