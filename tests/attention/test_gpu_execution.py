@@ -1,5 +1,7 @@
 """What only a GPU can get wrong: streams, graphs, host syncs, offsets past 2^31, workspace."""
 
+import concurrent.futures
+
 import pytest
 import torch
 from errors import assert_same_bits
@@ -81,6 +83,47 @@ def test_no_call_waits_for_the_device(kernel):
         packed_call(kernel, leaves, dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rows", [300, 1], ids=["many rows", "decoding"])
+def test_a_thread_whose_first_work_it_is(kernel, rows):
+    """It has no context yet where torch has memory for the results without asking for more."""
+    inputs = make_inputs(CUDA_BF16, 2, rows, 700, (8, 2))
+    expected = kernel.flash_attn_func(**inputs, return_softmax_lse=True)
+    kernel.flash_attn_func(**inputs, return_softmax_lse=True)  # its memory is free for the thread
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        call = pool.submit(kernel.flash_attn_func, **inputs, return_softmax_lse=True)
+        ours = call.result()
+    for name, one, other in zip(("out", "softmax_lse"), ours, expected, strict=True):
+        assert_same_bits(name, one, other)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_calls_that_follow_each_other(kernel, packed):
+    """Each takes what the one before writes, although it starts before that one's end."""
+    lengths = [300, 40, 333]
+    inputs = make_packed(CUDA_BF16, lengths, heads=(4, 4), head_dim=128)
+    inputs["cu_seqlens_k"] = inputs["cu_seqlens_q"].clone()
+
+    def call(q, i):
+        if packed:
+            return kernel.flash_attn_varlen_func(
+                **{**inputs, "q": q}, max_seqlen_q=333, max_seqlen_k=333, causal=i % 2 == 0
+            )
+        k, v = inputs["k"][None], inputs["v"][None]
+        return kernel.flash_attn_func(q[None], k, v, causal=i % 2 == 0)[0]
+
+    steps = [inputs["q"]]
+    for i in range(6):
+        steps.append(call(steps[-1], i))
+        torch.cuda.synchronize()
+    for _ in range(20):
+        chain = [inputs["q"]]
+        for i in range(6):
+            chain.append(call(chain[-1], i))
+        for i in range(1, 7):
+            assert_same_bits(f"call {i}", chain[i], steps[i])
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

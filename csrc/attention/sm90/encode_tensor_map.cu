@@ -24,6 +24,15 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_function() {
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
 }
 
+/// A thread gets the device's context with its first call of the runtime that needs one, and the
+/// driver's functions take what the thread has. cudaSetDevice gives it (CUDA 12.0 and later,
+/// "Device Management" of the runtime API) and is allowed while a graph is captured.
+void make_context_current() {
+    int device = 0;
+    FAN_CUDA_CHECK(cudaGetDevice(&device));
+    FAN_CUDA_CHECK(cudaSetDevice(device));
+}
+
 CUtensorMap encode(const TensorMapShape& shape, const void* data, DType dtype,
                    CUtensorMapL2promotion promotion) {
     static const PFN_cuTensorMapEncodeTiled_v12000 encode_tiled = encode_function();
@@ -33,14 +42,21 @@ CUtensorMap encode(const TensorMapShape& shape, const void* data, DType dtype,
     const cuuint32_t box[4] = {shape.box_columns, shape.box_rows, 1, 1};
     const cuuint32_t steps[4] = {1, 1, 1, 1};
     CUtensorMap map;
-    const CUresult status = encode_tiled(
-        &map,
-        dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        4, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        shape.swizzle == Swizzle::k128Bytes ? CU_TENSOR_MAP_SWIZZLE_128B
-                                            : CU_TENSOR_MAP_SWIZZLE_64B,
-        promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto try_to_encode = [&] {
+        return encode_tiled(&map,
+                            dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                            4, const_cast<void*>(data), sizes, strides, box, steps,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            shape.swizzle == Swizzle::k128Bytes ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                                : CU_TENSOR_MAP_SWIZZLE_64B,
+                            promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult status = try_to_encode();
+    if (status == CUDA_ERROR_INVALID_CONTEXT) {
+        make_context_current();
+        status = try_to_encode();
+    }
     if (status != CUDA_SUCCESS) {
         throw std::runtime_error("cuTensorMapEncodeTiled refused sizes (" +
                                  std::to_string(sizes[0]) + ", " + std::to_string(sizes[1]) + ", " +
