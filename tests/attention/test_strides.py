@@ -62,14 +62,27 @@ def test_misaligned_storage(kernel, place, offset):
     run_both(kernel, inputs, strided, random_dout(inputs))
 
 
-def test_expanded_keys(kernel, place):
-    inputs = make_inputs(place, 1, 33, 70, (4, 4))
-    shared = {name: inputs[name][:, :, :1] for name in ("k", "v")}
-    expanded = {name: tensor.expand(1, 70, 4, 64) for name, tensor in shared.items()}
+@pytest.mark.parametrize("expanded_dim", [0, 1, 2], ids=["batch", "rows", "heads"])
+@pytest.mark.parametrize("seqlens", [(33, 70), (130, 140)], ids=["short", "long"])
+def test_expanded_keys(kernel, place, seqlens, expanded_dim):
+    seqlen_q, seqlen_k = seqlens
+    inputs = make_inputs(place, 2, seqlen_q, seqlen_k, (4, 4))
+    shared = {name: inputs[name].narrow(expanded_dim, 0, 1) for name in ("k", "v")}
+    expanded = {name: tensor.expand(2, seqlen_k, 4, 64) for name, tensor in shared.items()}
     contiguous = {name: tensor.contiguous() for name, tensor in expanded.items()}
     dout = random_dout(inputs)
     check(kernel, {**inputs, **expanded}, dout, causal=True)
     run_both(kernel, {**inputs, **contiguous}, {**inputs, **expanded}, dout)
+
+
+def test_expanded_queries_and_packed_keys(kernel, place):
+    inputs = make_packed(place, [33, 130], heads=(4, 2))
+    expanded = {
+        "q": inputs["q"][:1].expand(inputs["q"].shape),
+        "k": inputs["k"][:, :1].expand(inputs["k"].shape),
+    }
+    contiguous = {name: tensor.contiguous() for name, tensor in expanded.items()}
+    run_both(kernel, {**inputs, **contiguous}, {**inputs, **expanded}, random_dout(inputs))
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,12 @@ inline TensorStrides contiguous_strides(const TensorShape& shape) {
 }
 
 /// True when a tensor map can describe the tensor (cuTensorMapEncodeTiled, driver API): a base and
-/// strides of whole 16 bytes, strides above 0 and below 2^40. A dimension of
-/// size 1 may have any stride, for it is never used.
+/// strides of whole 16 bytes, below 2^40; 0, that of an expanded dimension, is one of them. A
+/// dimension of size 1 may have any stride, for it is never used.
 inline bool can_map_tensor(const TensorShape& shape, const TensorStrides& strides,
                            const void* data) {
     const auto fits = [](int64_t size, int64_t stride) {
-        return size <= 1 || (stride > 0 && stride % 8 == 0 && stride < (int64_t{1} << 39));
+        return size <= 1 || (stride >= 0 && stride % 8 == 0 && stride < (int64_t{1} << 39));
     };
     const int64_t largest = int64_t{1} << 31;  // coordinates are signed 32-bit numbers
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && shape.head_dim % 8 == 0 &&
