@@ -1,7 +1,7 @@
 """Attention against torch's own, forward and backward, in the same run.
 
     python -m benchmarks.attention --device cpu      on the same threads
-    python -m benchmarks.attention --device cuda     bfloat16, every backend; what features cost
+    python -m benchmarks.attention --device cuda     bfloat16, every backend; short queries
 
 Prints a table and writes benchmarks/results/attention_<device>.json. The candidates take turns, so
 that whatever else the machine does hits all of them. On the CPU `ratio` is our time over torch's,
@@ -18,7 +18,6 @@ from kernels import get_local_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.attention_cuda import measure_cuda
-from benchmarks.attention_features import measure_features, measure_largest_head_dim
 from benchmarks.attention_short import measure_short_queries
 from benchmarks.record import write_record
 
@@ -148,8 +147,6 @@ def main() -> None:
     args.seqlens = args.seqlens or [2**n for n in range(9, 15 if on_gpu else 13)]
     if on_gpu:
         figures = measure_cuda(kernel, args.head_dims, args.seqlens, args.turns)
-        figures += measure_features(kernel, args.turns)
-        figures += measure_largest_head_dim(kernel, args.turns)
         figures += measure_short_queries(kernel, args.turns)
     else:
         figures = measure_cpu(kernel, args)

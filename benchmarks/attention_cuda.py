@@ -4,16 +4,21 @@ and, where a card has kernels of its own (Hopper), beside our portable ones.
 TFLOP/s count 4 B H Sq Sk D forward and 2.5 times that backward, half of it under a causal mask.
 """
 
+import argparse
 import contextlib
 import os
 import time
+from pathlib import Path
 
 import torch
+from kernels import get_local_kernel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.fa3_yardstick import fa3_tflop_per_s
+from benchmarks.record import write_record
 
+ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 16384  # batch_size * seqlen
 HIDDEN = 2048  # num_heads_q * head_dim
 LAUNCHES = 4  # per burst: short enough that the card's power limit does not cut in
@@ -230,3 +235,17 @@ def measure_cuda(kernel, head_dims: list, seqlens: list, turns: int) -> list:
     for cell in cells(head_dims, seqlens):
         figures += measure_cell(kernel, cell, torch.bfloat16, turns)
     return figures + geometric_means(figures)
+
+
+def measure_and_record(description: str, name: str, measure) -> None:
+    """A benchmark's own command; `measure(kernel, turns)` gives the record's figures."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder of variants")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--no-record", action="store_true", help="print only")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    kernel = get_local_kernel(args.build)
+    figures = measure(kernel, args.turns)
+    if not args.no_record:
+        print(write_record(name, kernel, torch.device("cuda"), figures))

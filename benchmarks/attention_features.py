@@ -2,20 +2,20 @@
 
     python -m benchmarks.attention_features
 
-It is also a part of benchmarks.attention --device cuda. Bursts after a rest, medians, one process.
+writes attention_features_cuda.json (--no-record: not). Bursts after a rest, medians, one process.
 """
 
-import argparse
-from pathlib import Path
-
 import torch
-from kernels import get_local_kernel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.attention_cuda import both_passes, burst_seconds, median, random_inputs, torchs
-from benchmarks.record import write_record
-
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.attention_cuda import (
+    both_passes,
+    burst_seconds,
+    measure_and_record,
+    median,
+    random_inputs,
+    torchs,
+)
 
 
 def feature_options(cell: dict) -> dict:
@@ -107,18 +107,9 @@ def measure_largest_head_dim(kernel, turns: int) -> list:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder of variants")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    kernel = get_local_kernel(args.build)
-    figures = measure_features(kernel, args.turns) + measure_largest_head_dim(kernel, args.turns)
-    if not args.no_record:
-        print(write_record("attention_features_cuda", kernel, torch.device("cuda"), figures))
+def measure(kernel, turns: int) -> list:
+    return measure_features(kernel, turns) + measure_largest_head_dim(kernel, turns)
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record(__doc__, "attention_features_cuda", measure)

@@ -1,22 +1,23 @@
 """Packed sequences on a GPU: the forward pass beside our portable kernels and, where all sequences
 are of one length, beside the same ones as a dense batch.
 
-    python -m benchmarks.attention_packed [--no-record]
+    python -m benchmarks.attention_packed
 
-Bursts after a rest, medians, random order, one process (benchmarks.attention_cuda).
+writes attention_packed_cuda.json (--no-record: not). Bursts after a rest, medians, random order,
+one process (benchmarks.attention_cuda).
 """
 
-import argparse
 import random
-from pathlib import Path
 
 import torch
-from kernels import get_local_kernel
 
-from benchmarks.attention_cuda import burst_seconds, median, portable_kernels
-from benchmarks.record import write_record
+from benchmarks.attention_cuda import (
+    burst_seconds,
+    measure_and_record,
+    median,
+    portable_kernels,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 16384
 HEADS = [(16, 16, 128), (16, 4, 128), (16, 16, 64), (8, 8, 256)]  # of q, of k and v, head dim
 
@@ -70,6 +71,7 @@ def candidates_of(kernel, lengths: list, heads: tuple, device: str) -> dict:
     return candidates
 
 
+@torch.no_grad()
 def measure_packed(kernel, turns: int, device: str = "cuda") -> list:
     figures = []
     for heads in HEADS:
@@ -92,19 +94,5 @@ def measure_packed(kernel, turns: int, device: str = "cuda") -> list:
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--build", type=Path, default=ROOT / "build", help="folder of variants")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--no-record", action="store_true", help="print only")
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    kernel = get_local_kernel(args.build)
-    with torch.no_grad():
-        figures = measure_packed(kernel, args.turns)
-    if not args.no_record:
-        print(write_record("attention_packed_cuda", kernel, torch.device("cuda"), figures))
-
-
 if __name__ == "__main__":
-    main()
+    measure_and_record(__doc__, "attention_packed_cuda", measure_packed)

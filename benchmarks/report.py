@@ -2,9 +2,10 @@
 
     python -m benchmarks.report
 
-writes docs/plots/attention_cuda.png, norms_cuda.png and training_cuda.png and prints the two tables
-of attention in docs/performance.md, the three of norms on a GPU in docs/norms.md and those of whole
-models in docs/performance.md. `--write` puts the latter there.
+writes docs/plots/attention_cuda.png, norms_cuda.png, training_cuda.png and prints the two tables
+of attention in docs/performance.md, the three of norms on a GPU in docs/norms.md and those with a
+mark in docs/performance.md (features, whole models) and docs/attention_sm90.md (packed sequences).
+`--write` puts the latter there.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import report_models
+from benchmarks import report_features, report_models
 from benchmarks.fa3_yardstick import LEAST_SEQLEN_THROUGH_CUDNN, over_fa3_through_cudnn
 from benchmarks.report_models import markdown_table
 
@@ -278,6 +279,14 @@ def plot_norms(record: dict, folder: Path) -> None:
     plt.close(figure)
 
 
+def marked_tables() -> dict:
+    """{document: {mark: table}}"""
+    return {
+        "performance.md": report_features.features_tables() | report_models.tables(),
+        "attention_sm90.md": report_features.packed_tables(),
+    }
+
+
 def tables() -> list:
     """The tables of the documents, as they stand there."""
     attention, norms = read_figures("attention_cuda"), read_figures("norms_cuda")
@@ -287,7 +296,7 @@ def tables() -> list:
         norm_shares_table(norms),
         norm_peers_table(norms),
         few_rows_table(norms),
-        *report_models.tables().values(),
+        *(table for tables in marked_tables().values() for table in tables.values()),
     ]
 
 
@@ -298,7 +307,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--plots", type=Path, default=PLOTS, help="folder for the plots, default docs/plots"
     )
-    parser.add_argument("--write", action="store_true", help="whole models' tables to the document")
+    parser.add_argument("--write", action="store_true", help="tables with a mark to the documents")
     parser.add_argument("--tables-only", action="store_true", help="draw nothing")
     return parser.parse_args()
 
@@ -311,7 +320,8 @@ def main() -> None:
         plot_norms(read_record("norms_cuda"), arguments.plots)
         report_models.plot_training(read_record("training_cuda"), arguments.plots)
     if arguments.write:
-        report_models.write_tables(ROOT / "docs" / "performance.md")
+        for name, tables_of_it in marked_tables().items():
+            report_models.write_tables(ROOT / "docs" / name, tables_of_it)
     print(*tables(), sep="\n\n")
 
 

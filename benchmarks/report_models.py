@@ -108,10 +108,10 @@ def tables() -> dict:
     return {name: make(figures) for name, (make, figures) in makers.items() if figures}
 
 
-def write_tables(path: Path) -> None:
+def write_tables(path: Path, tables: dict) -> None:
     """Puts each table behind its mark, in place of the one that stands there."""
     text = path.read_text()
-    for name, table in tables().items():
+    for name, table in tables.items():
         mark = f"<!-- {name} -->\n"
         before, found, after = text.partition(mark)
         if not found:
