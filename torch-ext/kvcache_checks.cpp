@@ -317,7 +317,8 @@ KvCacheAttentionParams check_kvcache(KvCacheArguments& arguments) {
     check_attention_scalars(arguments.softmax_scale, arguments.window_left, arguments.window_right,
                             arguments.softcap);
     if (arguments.num_splits < 0 || arguments.num_splits > std::numeric_limits<int32_t>::max()) {
-        refuse("num_splits is ", arguments.num_splits, "; it must be 0 (own choice) or positive");
+        refuse("num_splits is ", arguments.num_splits,
+               "; it must lie between 0 (own choice) and 2147483647");
     }
     if (arguments.cu_seqlens_q) check_index_tensor("cu_seqlens_q", *arguments.cu_seqlens_q);
     const int64_t batch_size =

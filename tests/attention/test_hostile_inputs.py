@@ -121,6 +121,12 @@ FLAGS = ["causal", "deterministic", "return_attn_probs", "return_softmax_lse"]
 @pytest.mark.parametrize("value", ["yes", 0.5, torch.tensor([True, False])], ids=str)
 def test_what_is_no_flag(kernel, inputs, name, value):
     refused(f"{name} is", kernel.flash_attn_func, **inputs, **{name: value})
+    pages = {name: tensor[:1] for name, tensor in inputs.items()}
+    packed = (pages["q"][0], pages["k"], pages["v"], *[torch.tensor([0, 5]).int()] * 2, 5, 5)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    refused(
+        f"{name} is", kernel.flash_attn_varlen_func, *packed, block_table=table, **{name: value}
+    )
 
 
 def test_check_inputs_takes_flags_only(kernel):

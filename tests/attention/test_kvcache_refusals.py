@@ -168,6 +168,10 @@ class TestRotary:
         ({"window_size": (1, 2, 3)}, ("window_size", "two entries")),
         ({"num_splits": -1}, ("num_splits", "-1")),
         ({"num_splits": 1.5}, ("num_splits", "1.5")),
+        (
+            {"num_splits": 2**31},
+            ("num_splits", "2147483648", "between 0 (own choice) and 2147483647"),
+        ),
         ({"causal": "yes"}, ("causal", "yes")),
         ({"rotary_interleaved": 2.5}, ("rotary_interleaved", "2.5")),
         ({"alibi_slopes": torch.zeros(3)}, ("alibi_slopes", "(3,)")),

@@ -172,6 +172,7 @@ def flash_attn_varlen_func(
     _check_max_seqlen("max_seqlen_q", max_seqlen_q)
     _check_max_seqlen("max_seqlen_k", max_seqlen_k)
     if block_table is not None:
+        check_flag("deterministic", deterministic)  # there is no gradient
         out, softmax_lse = paged_attention(
             q,
             k,

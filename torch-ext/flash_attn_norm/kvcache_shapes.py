@@ -94,7 +94,9 @@ def check_kvcache_numbers(
     """Likewise for numbers that no other attention has. ``has_lengths``: a tensor says how many
     rows a sequence has, and ``seqlen`` is added to it."""
     if is_known(num_splits) and not 0 <= num_splits < 2**31:
-        raise ValueError(f"num_splits is {num_splits}; it must be 0 (own choice) or positive")
+        raise ValueError(
+            f"num_splits is {num_splits}; it must lie between 0 (own choice) and 2147483647"
+        )
     if is_known(seqlen) and seqlen < 0:
         raise ValueError(f"cache_seqlens is {seqlen}; it must be at least 0")
     page_size = k_cache.shape[1]
