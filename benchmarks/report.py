@@ -4,8 +4,8 @@
 
 writes docs/plots/attention_cuda.png, norms_cuda.png, training_cuda.png and prints the two tables
 of attention in docs/performance.md, the three of norms on a GPU in docs/norms.md and those with a
-mark in docs/performance.md (features, whole models) and docs/attention_sm90.md (packed sequences).
-`--write` puts the latter there.
+mark in the documents (features, packed sequences, whole models, all on a CPU). `--write` puts the
+latter there.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks import report_features, report_models
+from benchmarks import report_cpu, report_features, report_models
 from benchmarks.fa3_yardstick import LEAST_SEQLEN_THROUGH_CUDNN, over_fa3_through_cudnn
 from benchmarks.report_models import markdown_table
 
@@ -281,10 +281,10 @@ def plot_norms(record: dict, folder: Path) -> None:
 
 def marked_tables() -> dict:
     """{document: {mark: table}}"""
-    return {
-        "performance.md": report_features.features_tables() | report_models.tables(),
-        "attention_sm90.md": report_features.packed_tables(),
-    }
+    documents = report_cpu.tables()
+    documents["performance.md"].update(report_features.features_tables(), **report_models.tables())
+    documents["attention_sm90.md"] = report_features.packed_tables()
+    return documents
 
 
 def tables() -> list:
