@@ -179,7 +179,7 @@ def float8_cache() -> None:
                 randn(2 * pages, rows_of_entry, 2, dim, grad=False).to(torch.float8_e4m3fn)
                 for dim in head_dims
             ]
-            for rows in (1, 40):
+            for rows in (1, 20, 40):
                 new = [randn(2, rows, 2, dim, grad=False) for dim in head_dims]
                 q = randn(2, rows, 4, head_dims[0], grad=False)
                 for splits in (1, 3):

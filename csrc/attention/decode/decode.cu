@@ -77,13 +77,15 @@ void check_sizes(const KvCacheAttentionParams& params) {
 
 /// Who attends: the kernels of every card, or on capability 9.0 one of those that the copy engine
 /// feeds.
-enum class Kernels { kGeneral, kBulk, kLatent };
+enum class Kernels { kGeneral, kBulk, kTall, kLatent };
 
 /// Whether they take calls of such shapes.
 bool take_shapes(Kernels kernels, const KvCacheAttentionParams& params) {
     switch (kernels) {
         case Kernels::kBulk:
             return decode::bulk_takes_shapes(params);
+        case Kernels::kTall:
+            return decode::tall_takes_shapes(params);
         case Kernels::kLatent:
             return decode::latent_takes_shapes(params);
         default:
@@ -92,14 +94,14 @@ bool take_shapes(Kernels kernels, const KvCacheAttentionParams& params) {
 }
 
 Kernels kernels_of(const KvCacheAttentionParams& params) {
-    for (const Kernels kernels : {Kernels::kLatent, Kernels::kBulk}) {
+    for (const Kernels kernels : {Kernels::kLatent, Kernels::kBulk, Kernels::kTall}) {
         if (!take_shapes(kernels, params) || !decode::can_map_cache(params)) continue;
-        if (kernels == Kernels::kBulk || decode::values_in_keys(params)) return kernels;
+        if (kernels != Kernels::kLatent || decode::values_in_keys(params)) return kernels;
     }
     return Kernels::kGeneral;
 }
 
-/// Calls fn(head dim) with the size class of Kernels::kBulk.
+/// Calls fn(head dim) with the size class of Kernels::kBulk and kTall.
 template <class Fn>
 void with_bulk_class(const AttentionProblem& problem, Fn&& fn) {
     const int larger = std::max(problem.head_dim, problem.head_dim_v);
@@ -122,6 +124,9 @@ decode::SplitPlan plan_of(const KvCacheAttentionParams& params, Kernels kernels)
     } else if (kernels == Kernels::kBulk) {
         with_bulk_class(params.problem,
                         [&](auto head_dim) { plan = decode::plan_bulk<head_dim.value>(params); });
+    } else if (kernels == Kernels::kTall) {
+        with_bulk_class(params.problem,
+                        [&](auto head_dim) { plan = decode::plan_tall<head_dim.value>(params); });
     } else {
         with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {
             plan = decode::plan_split<decltype(arch), head_dim.value, head_dim_v.value>(params);
@@ -139,7 +144,8 @@ namespace cuda {
 int64_t attention_kvcache_workspace_bytes(const KvCacheAttentionParams& params) {
     // Enough for all that may serve the call: where its cache lies may not be known yet.
     int64_t bytes = 0;
-    for (const Kernels kernels : {Kernels::kGeneral, Kernels::kBulk, Kernels::kLatent}) {
+    for (const Kernels kernels :
+         {Kernels::kGeneral, Kernels::kBulk, Kernels::kTall, Kernels::kLatent}) {
         if (!take_shapes(kernels, params)) continue;
         bytes =
             std::max(bytes, plan_of(params, kernels).workspace_bytes(params.problem.head_dim_v));
@@ -162,6 +168,10 @@ void attention_kvcache(const KvCacheAttentionParams& params, void* stream) {
     } else if (kernels == Kernels::kBulk) {
         with_bulk_class(params.problem, [&](auto head_dim) {
             decode::launch_bulk<head_dim.value>(params, plan, split_params, cuda_stream);
+        });
+    } else if (kernels == Kernels::kTall) {
+        with_bulk_class(params.problem, [&](auto head_dim) {
+            decode::launch_tall<head_dim.value>(params, plan, split_params, cuda_stream);
         });
     }
     with_kernels(params.problem, [&](auto arch, auto head_dim, auto head_dim_v) {

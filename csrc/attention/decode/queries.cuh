@@ -35,12 +35,15 @@ __device__ __forceinline__ void load_queries(const SplitParams& params, const Sp
     }
 }
 
-/// The same for float8 keys, by warp `warp` of num_warps: as float16, and the even columns of each
-/// 16 before the odd ones (float8_products.cuh). A row is multiplied with the power of two that
-/// brings its largest element to [2^14, 2^15): no bfloat16 is too large then, and what becomes
-/// subnormal is 2^-28 of that one. factors[row] is what its products are to be multiplied with:
-/// `factor` without that power.
-template <int kColumns, class Destination>
+/// Of Q beside float8 keys: as they are, or the even ones of each 16 before the odd ones
+/// (float8_products.cuh).
+enum class ColumnOrder { kPlain, kEvenFirst };
+
+/// The same for float8 keys, by warp `warp` of num_warps: as float16, in that order. A row is
+/// multiplied with the power of two that brings its largest element to [2^14, 2^15): no bfloat16 is
+/// too large then, and what becomes subnormal is 2^-28 of that one. factors[row] is what its
+/// products are to be multiplied with: `factor` without that power.
+template <int kColumns, ColumnOrder kOrder, class Destination>
 __device__ __forceinline__ void load_float8_queries(const SplitParams& params,
                                                     const SplitBlock& block, int num_rows, int warp,
                                                     int num_warps, float factor, float* factors,
@@ -69,7 +72,11 @@ __device__ __forceinline__ void load_float8_queries(const SplitParams& params,
         const float scale = __uint_as_float((127u + 14u + 127u - exponent) << 23);
 #pragma unroll
         for (int i = 0; i < 8; ++i) values[i] *= scale;
-        if (unit < kUnits) {
+        if (kOrder == ColumnOrder::kPlain && unit < kUnits) {
+            *reinterpret_cast<uint4*>(destination(row, unit)) = make_uint4(
+                Float16::pack(values[0], values[1]), Float16::pack(values[2], values[3]),
+                Float16::pack(values[4], values[5]), Float16::pack(values[6], values[7]));
+        } else if (unit < kUnits) {
             const int half = unit % 2 * 4;
             *reinterpret_cast<uint2*>(destination(row, unit - unit % 2) + half) = make_uint2(
                 Float16::pack(values[0], values[2]), Float16::pack(values[4], values[6]));

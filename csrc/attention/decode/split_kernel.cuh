@@ -152,9 +152,9 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         return &shared.q[row * Config::kPitch + unit * 8];
     };
     if constexpr (Config::kFloat8) {
-        load_float8_queries<Config::kHeadDim>(params, block, Config::kBlockM, thread / 32,
-                                              threads / 32, key_factor<Config>(params, block),
-                                              shared.score_factor, q_place);
+        load_float8_queries<Config::kHeadDim, ColumnOrder::kEvenFirst>(
+            params, block, Config::kBlockM, thread / 32, threads / 32,
+            key_factor<Config>(params, block), shared.score_factor, q_place);
     } else {
         load_queries<Config::kHeadDim>(params, block, Config::kBlockM, thread, threads, q_place);
     }

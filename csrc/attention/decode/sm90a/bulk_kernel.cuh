@@ -137,9 +137,9 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
         return &shared.q[row * Config::kPitch + unit * 8];
     };
     if constexpr (Config::kFloat8) {
-        load_float8_queries<Config::kHeadDim>(params, block, Config::kBlockM, warp.set, warp.sets,
-                                              key_factor<Config>(params, block),
-                                              shared.score_factor, q_place);
+        load_float8_queries<Config::kHeadDim, ColumnOrder::kEvenFirst>(
+            params, block, Config::kBlockM, warp.set, warp.sets, key_factor<Config>(params, block),
+            shared.score_factor, q_place);
     } else {
         load_queries<Config::kHeadDim>(params, block, Config::kBlockM,
                                        static_cast<int>(threadIdx.x), 32 * warp.sets, q_place);
@@ -244,7 +244,10 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
 
     BulkWarp<Config> warp;
     if (warp.set == sets) {
-        if (!tiles.empty()) load_kv_tiles(bulk, shared, block, keys.positions, tiles, stages);
+        if (!tiles.empty()) {
+            load_kv_tiles<typename Config::Tile>(bulk, shared, block, keys.positions, tiles,
+                                                 stages);
+        }
         __syncthreads();
         __syncthreads();
     } else {

@@ -5,6 +5,7 @@
 #include "attention/decode/sm90a/cache_map.h"
 #include "attention/decode/sm90a/latent_config.h"
 #include "attention/decode/sm90a/launch.h"
+#include "attention/decode/sm90a/tall_config.h"
 #include "attention/sm90/encode_stream_map.h"
 #include "attention/sm90/tensor_map.h"
 
@@ -62,6 +63,13 @@ bool bulk_takes_shapes(const KvCacheAttentionParams& params) {
     return is_hopper() && larger <= 256 && packed_rows_per_sequence(problem) <= 16 &&
            has_rows(params.cache) &&
            bulk_copy_rows(params.cache, bulk_tile_keys(larger, params.cache.is_float8)) > 0;
+}
+
+bool tall_takes_shapes(const KvCacheAttentionParams& params) {
+    const AttentionProblem& problem = params.problem;
+    return is_hopper() && std::max(problem.head_dim, problem.head_dim_v) <= 256 &&
+           packed_rows_per_sequence(problem) > 16 && has_rows(params.cache) &&
+           bulk_copy_rows(params.cache, kTallTileKeys) > 0;
 }
 
 bool latent_takes_shapes(const KvCacheAttentionParams& params) {

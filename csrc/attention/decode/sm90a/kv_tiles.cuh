@@ -71,12 +71,10 @@ class TileCopies {
 };
 
 /// The producer warp: has the copy engine fill the stages with the tiles of keys and of values.
-template <class Config>
-__device__ __forceinline__ void load_kv_tiles(const BulkParams& bulk,
-                                              BulkSharedStorage<Config>& shared,
+template <class Tile, class Storage>
+__device__ __forceinline__ void load_kv_tiles(const BulkParams& bulk, Storage& shared,
                                               const SplitBlock& block, const KeyRange& positions,
                                               const KeyRange& tiles, int stages) {
-    using Tile = typename Config::Tile;
     const TileCopies<Tile> copies(bulk.split, block, positions, bulk.copy_rows);
     const uint32_t ring = ptx::shared_address(shared.tiles());
     int stage = 0;
@@ -96,8 +94,7 @@ __device__ __forceinline__ void load_kv_tiles(const BulkParams& bulk,
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         const auto place = next;
         next = copies.find(tile + 1);  // a read of the page table, begun a tile ahead
-        const uint32_t slot =
-            ring + static_cast<uint32_t>(stage * BulkSharedStorage<Config>::kStageBytes);
+        const uint32_t slot = ring + static_cast<uint32_t>(stage * Storage::kStageBytes);
         load_tile(place, &bulk.map_k, shared.k_full[stage], shared.k_empty[stage], slot);
         load_tile(place, &bulk.map_v, shared.v_full[stage], shared.v_empty[stage],
                   slot + Tile::kBytes);

@@ -18,6 +18,7 @@ constexpr int kLatentTileKeys = 64;
 template <class Element_>
 struct LatentConfig {
     using Element = Element_;
+    static constexpr bool kFloat8 = false;
     static constexpr int kHeadDim = 576;
     static constexpr int kHeadDimV = 512;
     static constexpr int kBlockM = 64;

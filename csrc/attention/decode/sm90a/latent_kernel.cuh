@@ -4,9 +4,9 @@
 
 #include "attention/decode/packed_scores.cuh"
 #include "attention/decode/queries.cuh"
-#include "attention/decode/row_total.cuh"
 #include "attention/decode/sm90a/kv_tiles.cuh"
 #include "attention/decode/sm90a/latent_config.h"
+#include "attention/decode/sm90a/warpgroup_rows.cuh"
 #include "attention/decode/warp_products.cuh"
 #include "attention/sm90/warpgroup_mma.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -47,42 +47,10 @@ __device__ __forceinline__ void load_latent_tiles(const LatentParams& latent,
     }
 }
 
-/// A consumer warp's place and its state over the key loop.
-template <class Config>
-struct LatentWarp {
-    int lane, warpgroup;
-    int row;  // this lane's first one in the block
-    OnlineSoftmax<1> softmax;
-    float acc_o[1][Config::kTilesD][4];
-
-    __device__ __forceinline__ explicit LatentWarp(int warpgroup_)
-        : lane(static_cast<int>(threadIdx.x) % 32),
-          warpgroup(warpgroup_),
-          row(static_cast<int>(threadIdx.x) % 128 / 32 * 16 + lane / 4) {
-        clear(acc_o);
-    }
-};
-
-/// Zeros in place of values that no row sees, which may be anything, in the warpgroup's columns.
-/// The other one may read them as keys meanwhile: it does not use the scores.
-template <class Config>
-__device__ __forceinline__ void clear_unseen_columns(unsigned char* values, int position,
-                                                     const KeyRange& positions, int warpgroup) {
-    using Tile = typename Config::VTile;
-    for (int i = static_cast<int>(threadIdx.x) % 128; i < Config::kTileKeys * Config::kColumns / 8;
-         i += 128) {
-        const int row = i % Config::kTileKeys, unit = i / Config::kTileKeys;
-        if (position + row >= positions.begin && position + row < positions.end) continue;
-        *reinterpret_cast<uint4*>(values + Tile::unit_offset(row, unit)) = make_uint4(0, 0, 0, 0);
-    }
-    ptx::fence_proxy_async_shared();
-    ptx::bar_sync(2 + warpgroup, 128);
-}
-
 /// O += softmax(Q K^T) V over `tiles`.
 template <class Config>
 __device__ __forceinline__ void consume_latent_tiles(LatentSharedStorage<Config>& shared,
-                                                     LatentWarp<Config>& warp,
+                                                     WarpgroupRows<Config::kTilesD>& warp,
                                                      const PackedRows& rows, int first_position,
                                                      const BlockKeys& block_keys,
                                                      const KeyRange& tiles, float scale_log2) {
@@ -120,8 +88,10 @@ __device__ __forceinline__ void consume_latent_tiles(LatentSharedStorage<Config>
         }
 
         // O += P V
-        if (!is_whole) {
-            clear_unseen_columns<Config>(values, position, block_keys.positions, warp.warpgroup);
+        if (!is_whole) {  // the other warpgroup may read them as keys meanwhile: it uses no such
+                          // score
+            clear_unseen_rows<typename Config::VTile>(values, position, block_keys.positions,
+                                                      warp.warpgroup);
         }
         ptx::wgmma_fence();
         sm90::gemm_rows<Element, typename Config::VTile>(
@@ -130,56 +100,6 @@ __device__ __forceinline__ void consume_latent_tiles(LatentSharedStorage<Config>
         ptx::wgmma_wait_group<0>();
         if (warp.lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared.empty[stage]));
         if (++stage == Config::kStages) stage = 0, parity ^= 1;
-    }
-}
-
-/// Writes the warp's rows: the result if there is one split, else this split's part of it.
-template <class Config>
-__device__ __forceinline__ void store_latent_output(LatentWarp<Config>& warp,
-                                                    const SplitParams& params,
-                                                    const SplitBlock& block, float scale_log2) {
-    using Element = typename Config::Element;
-    const bool covered = block.batch < params.batch_size;
-    const bool writes_lse = warp.warpgroup == 0 && warp.lane % 4 == 0;
-    const int first_column = warp.warpgroup * Config::kColumns + 2 * (warp.lane % 4);
-    const int columns = params.head_units_v * 8;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const float sum = quad_sum(warp.softmax.row_sum[0][r]);
-        const int tile_row = warp.row + 8 * r;
-        if (tile_row >= block.num_rows) continue;
-        const PackedRow packed = block.packed_row(params.group_size, tile_row);
-        const int64_t row = block.row_q + packed.row;
-        const int64_t place = row * params.num_heads_q + packed.head;
-        const RowTotal total{scaled_max(warp.softmax.row_max[0][r], scale_log2), sum};
-        if (params.num_splits == 1) {
-            float normalizer;
-            const float lse = total.finish(sink_of(params, covered, packed.head), normalizer);
-            if (writes_lse) {
-                params.softmax_lse[lse_index(params, row, block.batch, packed.head)] = lse;
-            }
-            uint16_t* out = static_cast<uint16_t*>(params.out) + place * columns + first_column;
-#pragma unroll
-            for (int d = 0; d < Config::kTilesD; ++d) {
-                if (first_column + 8 * d >= columns) break;
-                *reinterpret_cast<uint32_t*>(out + 8 * d) = Element::pack(
-                    warp.acc_o[0][d][2 * r] * normalizer, warp.acc_o[0][d][2 * r + 1] * normalizer);
-            }
-        } else {
-            const int64_t part = int64_t{blockIdx.y} * params.total_rows + place;
-            if (writes_lse) {
-                params.partial_lse[part] = total.lse_log2();
-            }
-            if (!total.has_keys()) continue;
-            const float normalizer = ptx::rcp_approx(sum);
-            float* out = params.partial_out + part * columns + first_column;
-#pragma unroll
-            for (int d = 0; d < Config::kTilesD; ++d) {
-                if (first_column + 8 * d >= columns) break;
-                *reinterpret_cast<float2*>(out + 8 * d) = make_float2(
-                    warp.acc_o[0][d][2 * r] * normalizer, warp.acc_o[0][d][2 * r + 1] * normalizer);
-            }
-        }
     }
 }
 
@@ -219,12 +139,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             params, block, Config::kBlockM, static_cast<int>(threadIdx.x), 128 * Config::kConsumers,
             [&](int row, int unit) { return shared.q + Config::QTile::unit_offset(row, unit); });
         ptx::fence_proxy_async_shared();
-        LatentWarp<Config> warp(warpgroup);
+        WarpgroupRows<Config::kTilesD> warp(warpgroup, 0, warpgroup * Config::kColumns);
         const PackedRows rows(params, block, keys.band, warp.row);
         const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
         ptx::bar_sync(1, 128 * Config::kConsumers);  // Q is there
         consume_latent_tiles(shared, warp, rows, block.first_position, keys, tiles, scale_log2);
-        store_latent_output(warp, params, block, scale_log2);
+        store_warpgroup_rows<Config>(warp, params, block, scale_log2, 1.0f);
     }
 }
 
