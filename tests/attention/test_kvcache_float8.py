@@ -181,7 +181,7 @@ def test_groups(kernel, bf16_place, heads, seqlen_q):
 
 
 @pytest.mark.parametrize("page_size", [None, 16, 64])
-@pytest.mark.parametrize("seqlen_q", [1, 12])
+@pytest.mark.parametrize("seqlen_q", [1, 12, 40])
 @pytest.mark.parametrize(
     "dims",
     [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (40, 72), (46, 46), (8, 200)],

@@ -41,6 +41,16 @@ def test_options(kernel, bf16_place, options, num_splits, page_size):
     check(kernel, case, {"num_splits": num_splits}, **options)
 
 
+@pytest.mark.parametrize("page_size", [None, 16, 64])
+@pytest.mark.parametrize("seqlen_q", [5, 16, 17, 40])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("num_splits", [0, 1, 3])
+def test_more_rows_of_every_size_class(kernel, bf16_place, dims, seqlen_q, page_size, num_splits):
+    """20 to 160 packed rows, in blocks of 64 or 128."""
+    case = make_case(bf16_place, [700, 0, 63, 64], seqlen_q, 0, (8, 2), *dims, page_size=page_size)
+    check(kernel, case, {"num_splits": num_splits}, causal=True)
+
+
 def test_many_sequences(kernel, bf16_place):
     """More of them than a card has multiprocessors."""
     lengths = [(37 * i) % 200 for i in range(150)]

@@ -37,7 +37,7 @@ struct TallConfig {
     using QTile = sm90::TileLayout<kBlockM, kHeadDim>;
     using KvTile = sm90::TileLayout<kTileKeys, kHeadDim>;                         // to multiply
     using Tile = sm90::TileLayout<kTileKeys, kFloat8 ? kHeadDim / 2 : kHeadDim>;  // in 16 bits
-    /// More CTAs of a multiprocessor hide each other's softmax.
+    /// What registers are limited for and the plan counts on.
     static constexpr int kCtasPerSm = kConsumers > 1 || kHeadDim > 128 ? 1 : 2;
     static constexpr int kStageBytes = 2 * Tile::kBytes;
     static constexpr int kOperandBytes = kFloat8 ? 2 * KvTile::kBytes : 0;
