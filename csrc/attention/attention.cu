@@ -7,6 +7,7 @@
 #include "attention/attention.h"
 #include "attention/attention_device.h"
 #include "attention/bwd_passes.h"
+#include "attention/delta_correction.h"
 #include "attention/short_queries.h"
 #include "attention/sm80/launch.h"
 #include "attention/sm90/bwd_launch.h"
@@ -83,6 +84,17 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
     return plan;
 }
 
+/// Between bwd_preprocess and the main kernel of the portable path.
+void correct_delta(const AttentionBwdParams& params, const BwdPlan& plan,
+                   const DeviceLimits& device, cudaStream_t stream) {
+    const DeltaCorrection correction{params.dout, params.dout_strides, plan.carve(params).delta,
+                                     plan.block_m};
+    with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
+        sm80::launch_fwd<head_dim.value, head_dim_v.value>(forward_of(params), correction, device,
+                                                           stream);
+    });
+}
+
 }  // namespace
 
 const DeviceLimits& attention_device_limits() {
@@ -121,7 +133,7 @@ void attention_fwd(const AttentionFwdParams& params, void* stream) {
                 return sm90::launch_fwd<kHeadDim, kHeadDimV>(params, device.num_sms, cuda_stream);
             }
         }
-        sm80::launch_fwd<kHeadDim, kHeadDimV>(params, device, cuda_stream);
+        sm80::launch_fwd<kHeadDim, kHeadDimV>(params, {}, device, cuda_stream);
     });
 }
 
@@ -144,6 +156,7 @@ void attention_bwd(const AttentionBwdParams& params, void* stream) {
     if (hopper) {
         sm90::launch_bwd(params, plan, device.num_sms, cuda_stream);
     } else {
+        if (needs_delta_correction(params)) correct_delta(params, plan, device, cuda_stream);
         with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
             sm80::launch_bwd<head_dim.value, head_dim_v.value, small.value>(params, plan, device,
                                                                             cuda_stream);

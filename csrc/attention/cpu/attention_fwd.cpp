@@ -2,8 +2,11 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "attention/cpu/exact_output.h"
+#include "attention/cpu/half_types.h"
 #include "attention/cpu/tile_engine.h"
 #include "attention/cpu/work_items.h"
+#include "attention/delta_correction.h"
 
 namespace flash_attn_norm {
 namespace cpu {
@@ -15,6 +18,7 @@ struct FwdPlan {
     const AttentionFwdParams& params;
     const AttentionProblem& problem;
     const TileEngine& engine;
+    float* exact_out = nullptr;  // see exact_output(); null: a forward pass
     int block_m, block_n;
     int head_dim, head_dim_v;  // padded to kPanel
     MaxSeqlens longest;
@@ -154,6 +158,17 @@ void attend_to_keys(const FwdItem& item, const ScoreTerms& terms, int64_t row, i
     }
 }
 
+/// Elements that do not round to the stored ones are not those that were stored: replaces them.
+void keep_stored(float* exact, const uint16_t* stored, int cols, DType dtype) {
+    const bool is_bf16 = dtype == DType::kBFloat16;
+    for (int c = 0; c < cols; ++c) {
+        const uint16_t rounded = is_bf16 ? float_to_bf16(exact[c]) : float_to_fp16(exact[c]);
+        if (rounded != stored[c]) {
+            exact[c] = is_bf16 ? bf16_to_float(stored[c]) : fp16_to_float(stored[c]);
+        }
+    }
+}
+
 /// out = acc_o / row_sum, with the sink as one more term of the sum.
 void store_output(const FwdItem& item, int64_t head, int64_t row, int rows) {
     const FwdPlan& plan = item.plan;
@@ -164,9 +179,20 @@ void store_output(const FwdItem& item, int64_t head, int64_t row, int rows) {
     const TensorStrides strides =
         contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
     const int64_t offset = tensor_offset(strides, item.info.batch, item.info.row_q + row, head);
-    plan.engine.store_rows(s.acc_o, plan.head_dim_v, rows, problem.head_dim_v, 1.0f, s.correction,
-                           static_cast<char*>(plan.params.out) + offset * size_of(problem.dtype),
-                           problem.dtype, strides.row);
+    char* out = static_cast<char*>(plan.params.out) + offset * size_of(problem.dtype);
+    const float keep_scale = 1.0f / (1.0f - problem.dropout_p);
+    if (plan.exact_out == nullptr) {
+        plan.engine.store_rows(s.acc_o, plan.head_dim_v, rows, problem.head_dim_v, keep_scale,
+                               s.correction, out, problem.dtype, strides.row);
+        return;
+    }
+    float* exact = plan.exact_out + offset;
+    plan.engine.store_rows(s.acc_o, plan.head_dim_v, rows, problem.head_dim_v, keep_scale,
+                           s.correction, exact, DType::kFloat32, strides.row);
+    for (int r = 0; r < rows; ++r, exact += strides.row) {
+        const uint16_t* stored = reinterpret_cast<const uint16_t*>(out) + r * strides.row;
+        keep_stored(exact, stored, problem.head_dim_v, problem.dtype);
+    }
 }
 
 void run_item(const FwdPlan& plan, const FwdScratch& scratch, int64_t index) {
@@ -194,7 +220,8 @@ void run_item(const FwdPlan& plan, const FwdScratch& scratch, int64_t index) {
 
     for (int g = 0; g < problem.group_size(); ++g) {
         const int64_t head = kv_head * problem.group_size() + g;
-        const ScoreTerms terms = score_terms(problem, info, batch, head);
+        ScoreTerms terms = score_terms(problem, info, batch, head);
+        terms.keep_scale = 1.0f;  // the output gets it, since probabilities are rounded before
         for (int64_t row = row_begin; row < row_end; row += plan.block_m) {
             const int rows = static_cast<int>(min_of(plan.block_m, row_end - row));
             plan.engine.pack_a(
@@ -213,6 +240,15 @@ int64_t scratch_bytes(const FwdPlan& plan) {
     return arena.bytes();
 }
 
+void run_items(const FwdPlan& plan, const CpuRuntime& runtime, char* worker_memory,
+               int64_t worker_bytes) {
+    for_each_item(runtime, plan.engine, plan.num_units * plan.num_chunks,
+                  [&](int64_t worker, int64_t item) {
+                      Arena arena(worker_memory + worker * worker_bytes);
+                      run_item(plan, FwdScratch(arena, plan), item);
+                  });
+}
+
 }  // namespace
 
 int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params, const CpuRuntime& runtime) {
@@ -221,13 +257,23 @@ int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params, const Cp
 
 void attention_fwd(const AttentionFwdParams& params, const CpuRuntime& runtime) {
     const FwdPlan plan(params, runtime);
-    const int64_t bytes_per_worker = scratch_bytes(plan);
     write_uncovered_results(plan.problem, params.out, params.softmax_lse);
-    for_each_item(runtime, plan.engine, plan.num_units * plan.num_chunks,
-                  [&](int64_t worker, int64_t item) {
-                      Arena arena(static_cast<char*>(params.workspace) + worker * bytes_per_worker);
-                      run_item(plan, FwdScratch(arena, plan), item);
-                  });
+    run_items(plan, runtime, static_cast<char*>(params.workspace), scratch_bytes(plan));
+}
+
+int64_t exact_output_scratch_bytes(const AttentionBwdParams& params, const CpuRuntime& runtime) {
+    if (!needs_delta_correction(params)) return 0;
+    const AttentionFwdParams forward = forward_of(params);
+    return scratch_bytes(FwdPlan(forward, runtime));
+}
+
+void exact_output(const AttentionBwdParams& params, const CpuRuntime& runtime, float* out,
+                  float* softmax_lse, char* worker_memory, int64_t worker_bytes) {
+    AttentionFwdParams forward = forward_of(params);
+    forward.softmax_lse = softmax_lse;
+    FwdPlan plan(forward, runtime);
+    plan.exact_out = out;
+    run_items(plan, runtime, worker_memory, worker_bytes);
 }
 
 }  // namespace cpu

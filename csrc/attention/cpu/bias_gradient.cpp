@@ -8,18 +8,20 @@
 namespace flash_attn_norm {
 namespace cpu {
 
-QueryRows query_rows(const AttentionBwdParams& params, const SeqlenInfo& info, int64_t head,
-                     int64_t row, int64_t rows) {
+QueryRows query_rows(const AttentionBwdParams& params, const float* exact_out,
+                     const SeqlenInfo& info, int64_t head, int64_t row, int64_t rows) {
     const AttentionProblem& problem = params.problem;
     const TensorStrides out_strides =
         contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
-    const auto rows_of = [&](const void* data, const TensorStrides& strides, int cols) {
-        return tensor_rows(data, problem.dtype, strides, info.batch, info.row_q + row, head, rows,
-                           cols);
+    const auto rows_of = [&](const void* data, DType dtype, const TensorStrides& strides,
+                             int cols) {
+        return tensor_rows(data, dtype, strides, info.batch, info.row_q + row, head, rows, cols);
     };
-    return QueryRows{rows_of(params.q, params.q_strides, problem.head_dim),
-                     rows_of(params.dout, params.dout_strides, problem.head_dim_v),
-                     rows_of(params.out, out_strides, problem.head_dim_v)};
+    return QueryRows{rows_of(params.q, problem.dtype, params.q_strides, problem.head_dim),
+                     rows_of(params.dout, problem.dtype, params.dout_strides, problem.head_dim_v),
+                     exact_out != nullptr
+                         ? rows_of(exact_out, DType::kFloat32, out_strides, problem.head_dim_v)
+                         : rows_of(params.out, problem.dtype, out_strides, problem.head_dim_v)};
 }
 
 void softmax_terms(const AttentionBwdParams& params, const TileEngine& engine,
@@ -49,6 +51,7 @@ namespace {
 /// How dattn_bias is cut into work items: where the bias is broadcast, one item sums over all.
 struct BiasPlan {
     const AttentionBwdParams& params;
+    const float* exact_out = nullptr;
     const AttentionProblem& problem;
     const TileEngine& engine;
     int block_m, block_n, head_dim, head_dim_v;
@@ -127,7 +130,7 @@ void add_tile(const BiasPlan& plan, const BiasScratch& s, const SeqlenInfo& info
               const ScoreTerms& terms, int64_t head, int64_t row, int rows, int64_t key, int keys) {
     const TileEngine& engine = plan.engine;
     const int keys_padded = static_cast<int>(round_up(keys, kPanel));
-    const QueryRows query = query_rows(plan.params, info, head, row, rows);
+    const QueryRows query = query_rows(plan.params, plan.exact_out, info, head, row, rows);
     engine.pack_a(query.q, s.q, plan.head_dim);
     engine.pack_a(query.dout, s.dout, plan.head_dim_v);
     softmax_terms(plan.params, engine, info, head, query, row, s.lse_log2, s.delta);
@@ -219,9 +222,11 @@ int64_t bias_gradient_scratch_bytes(const AttentionBwdParams& params, const Tile
     return arena.bytes();
 }
 
-void bias_gradient(const AttentionBwdParams& params, const TileEngine& engine,
-                   const CpuRuntime& runtime, char* worker_memory, int64_t worker_bytes) {
-    const BiasPlan plan(params, engine);
+void bias_gradient(const AttentionBwdParams& params, const float* exact_out,
+                   const TileEngine& engine, const CpuRuntime& runtime, char* worker_memory,
+                   int64_t worker_bytes) {
+    BiasPlan plan(params, engine);
+    plan.exact_out = exact_out;
     // Columns behind a sequence's last key and rows of no sequence belong to no item.
     std::memset(params.dattn_bias, 0, static_cast<size_t>(plan.elements()) * sizeof(float));
     for_each_item(runtime, engine, plan.num_items(), [&](int64_t worker, int64_t item) {

@@ -15,8 +15,9 @@ struct QueryRows {
     TensorRows q, dout, out;
 };
 
-QueryRows query_rows(const AttentionBwdParams& params, const SeqlenInfo& info, int64_t head,
-                     int64_t row, int64_t rows);
+/// exact_out: see exact_output(); null: `out` is taken as it was stored.
+QueryRows query_rows(const AttentionBwdParams& params, const float* exact_out,
+                     const SeqlenInfo& info, int64_t head, int64_t row, int64_t rows);
 
 /// lse_log2 = log2(e) * softmax_lse, +inf for a row that sees no key, so that its probabilities
 /// are 0; delta = rowsum(dout * out) - dsoftmax_lse.
@@ -29,8 +30,9 @@ int64_t bias_gradient_scratch_bytes(const AttentionBwdParams& params, const Tile
 /// dattn_bias. A pass of its own that computes S and dP again: here a work item owns a tile of the
 /// gradient and sums over everything the bias is broadcast to, in a fixed order, whereas an item of
 /// the main pass owns keys of one KV head.
-void bias_gradient(const AttentionBwdParams& params, const TileEngine& engine,
-                   const CpuRuntime& runtime, char* worker_memory, int64_t worker_bytes);
+void bias_gradient(const AttentionBwdParams& params, const float* exact_out,
+                   const TileEngine& engine, const CpuRuntime& runtime, char* worker_memory,
+                   int64_t worker_bytes);
 
 }  // namespace cpu
 }  // namespace flash_attn_norm

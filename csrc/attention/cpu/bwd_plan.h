@@ -4,6 +4,7 @@
 
 #include "attention/cpu/tile_engine.h"
 #include "attention/cpu/work_items.h"
+#include "attention/delta_correction.h"
 #include "attention/params.h"
 #include "common/cpu_runtime.h"
 
@@ -52,16 +53,23 @@ struct BwdPlan {
     int64_t partial_dq_elements() const { return num_splits > 1 ? rows * head_dim : 0; }
 };
 
-/// What workers share: the partial dq [units, group_size, splits, rows, head_dim] and the sink's
-/// gradient per sequence and head.
+/// What workers share: the partial dq [units, group_size, splits, rows, head_dim], the sink's
+/// gradient per sequence and head, and with dropout the output before it was rounded.
 struct BwdShared {
     float* partial_dq = nullptr;
-    double* ds_aux = nullptr;  // [batch_size, num_heads_q]
+    double* ds_aux = nullptr;    // [batch_size, num_heads_q]
+    float* exact_out = nullptr;  // [total_q, num_heads_q, head_dim_v] or null, see exact_output()
+    float* exact_lse = nullptr;  // [num_heads_q, total_q]
 
     BwdShared(Arena& arena, const BwdPlan& plan) {
         partial_dq = arena.take<float>(plan.num_units * plan.problem.group_size() *
                                        plan.num_splits * plan.partial_dq_elements());
         ds_aux = arena.take<double>(plan.problem.batch_size * plan.problem.num_heads_q);
+        if (needs_delta_correction(plan.params)) {
+            const int64_t row_heads = plan.problem.total_q * plan.problem.num_heads_q;
+            exact_out = arena.take<float>(row_heads * plan.problem.head_dim_v);
+            exact_lse = arena.take<float>(row_heads);
+        }
     }
 };
 

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "attention/params.h"
+#include "common/host_device.h"
+
+/// The backward pass takes delta = dout . out, and has `out` as it was stored. Without dropout a
+/// row whose attention is one key has out = v, which 16 bits hold; with it out is v / (1 -
+/// dropout_p), and the gradient of its score would be the rounding of that instead of 0. With
+/// dropout the output is therefore computed once more, and delta gets what rounding took.
+namespace flash_attn_norm {
+
+inline bool needs_delta_correction(const AttentionBwdParams& params) {
+    return params.problem.dropout_p > 0.0f && params.problem.dtype != DType::kFloat32 &&
+           params.dout != nullptr;
+}
+
+/// The forward pass that `params` is the gradient of. Its `out` is that of `params`, to be read
+/// only; softmax_lse and workspace are null.
+inline AttentionFwdParams forward_of(const AttentionBwdParams& params) {
+    AttentionFwdParams forward;
+    forward.problem = params.problem;
+    forward.q = params.q;
+    forward.k = params.k;
+    forward.v = params.v;
+    forward.q_strides = params.q_strides;
+    forward.k_strides = params.k_strides;
+    forward.v_strides = params.v_strides;
+    forward.out = const_cast<void*>(params.out);
+    return forward;
+}
+
+/// What makes a call of the portable forward kernel that part of the backward pass: it stores no
+/// output, and adds dout . (output - out) to delta. An output that does not round to the stored one
+/// is another call's, or put together of several; its row elements add nothing.
+struct DeltaCorrection {
+    const void* dout = nullptr;  // null: a forward pass
+    TensorStrides dout_strides;
+    float* delta = nullptr;  // see BwdWorkspace; holds dout . out
+    int block_m = 0;         // of the backward pass' slots
+};
+
+}  // namespace flash_attn_norm
