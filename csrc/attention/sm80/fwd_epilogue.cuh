@@ -67,8 +67,8 @@ struct FwdWarp {
 /// takes null, if it is not wanted.
 template <class Config>
 __device__ __forceinline__ void normalize(FwdWarp<Config>& warp, const AttentionProblem& problem,
-                                          const FwdBlock& place, float scale_log2, float* lse) {
-    const int rows = static_cast<int>(place.info.seqlen_q) - place.block * Config::kBlockM;
+                                          const FwdBlock& place, int rows, float scale_log2,
+                                          float* lse) {
     // Rows that no sequence covers have no sink either.
     const float sink = problem.s_aux == nullptr || place.batch == problem.batch_size
                            ? negative_infinity()
@@ -93,15 +93,6 @@ __device__ __forceinline__ void normalize(FwdWarp<Config>& warp, const Attention
     }
 }
 
-/// Where a block's first row and head lie in the output.
-template <class Config>
-__device__ __forceinline__ int64_t output_offset(const AttentionProblem& problem,
-                                                 const FwdBlock& place) {
-    const int64_t row = place.info.batch * problem.seqlen_q + place.info.row_q +
-                        int64_t{place.block} * Config::kBlockM;
-    return (row * problem.num_heads_q + place.head) * problem.head_dim_v;
-}
-
 /// Normalises, writes the LSE, and stores the output through shared memory.
 template <class Config>
 __device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
@@ -110,17 +101,20 @@ __device__ __forceinline__ void store_output(FwdSharedStorage<Config>& shared,
                                              const FwdBlock& place, float scale_log2) {
     const AttentionProblem& problem = params.problem;
     const int first_row = place.block * Config::kBlockM;
-    normalize(warp, problem, place, scale_log2,
+    const int rows = static_cast<int>(place.info.seqlen_q) - first_row;
+    normalize(warp, problem, place, rows, scale_log2,
               params.softmax_lse + lse_offset(problem, place.info, place.head) + first_row);
     __syncthreads();  // every warp has read Q
     accumulator_to_tile<typename Config::Element, Config::kPitchV>(
         &shared.q[(warp.row - warp.lane / 4) * Config::kPitchV + warp.column], warp.acc_o,
         warp.lane);
     __syncthreads();
-    store_tile<Config::kBlockM, Config::kHeadDimV, Config::kThreads>(
-        static_cast<uint16_t*>(params.out) + output_offset<Config>(problem, place),
-        int64_t{problem.num_heads_q} * problem.head_dim_v, shared.q,
-        static_cast<int>(place.info.seqlen_q) - first_row, problem.head_dim_v / 8);
+    const int64_t row_stride = int64_t{problem.num_heads_q} * problem.head_dim_v;
+    const int64_t row = place.info.batch * problem.seqlen_q + place.info.row_q + first_row;
+    uint16_t* out = static_cast<uint16_t*>(params.out) + row * row_stride +
+                    int64_t{place.head} * problem.head_dim_v;
+    store_tile<Config::kBlockM, Config::kHeadDimV, Config::kThreads>(out, row_stride, shared.q,
+                                                                     rows, problem.head_dim_v / 8);
 }
 
 /// What rounding took from `output`; 0 if `stored` is not this output rounded, but one that the
@@ -143,13 +137,14 @@ __device__ __forceinline__ void correct_delta(FwdSharedStorage<Config>& shared,
     const int first_row = place.block * Config::kBlockM;
     const int rows = static_cast<int>(place.info.seqlen_q) - first_row;
     const int64_t out_stride = int64_t{problem.num_heads_q} * problem.head_dim_v;
-    const uint16_t* out =
-        static_cast<const uint16_t*>(params.out) + output_offset<Config>(problem, place);
+    const int64_t out_row = place.info.batch * problem.seqlen_q + place.info.row_q + first_row;
+    const uint16_t* out = static_cast<const uint16_t*>(params.out) + out_row * out_stride +
+                          int64_t{place.head} * problem.head_dim_v;
     const uint16_t* dout = static_cast<const uint16_t*>(correction.dout) +
                            tensor_offset(correction.dout_strides, place.info.batch,
                                          place.info.row_q + first_row, place.head);
     float* sums = reinterpret_cast<float*>(shared.q);  // [kWarpsD, kBlockM]
-    normalize(warp, problem, place, scale_log2, nullptr);
+    normalize(warp, problem, place, rows, scale_log2, nullptr);
     __syncthreads();  // every warp has read Q
 #pragma unroll
     for (int m = 0; m < Config::kTilesM; ++m) {
