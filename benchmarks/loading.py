@@ -68,9 +68,10 @@ api.upload_folder(
 @contextmanager
 def local_hub(folder: Path):
     """Yields the environment in which huggingface_hub talks to it."""
-    command = [sys.executable, "-m", "loopback_hub", str(folder)]
+    command = [sys.executable, "-m", "loopback_hub", str(folder), "--until-eof"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests")}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, text=True, **pipes) as server:
         try:
             lines = [server.stdout.readline() for _ in range(2)]
             dropped = ("LOCAL_KERNELS", "HF_HUB_OFFLINE", "HF_TOKEN", "KERNELS_CACHE")

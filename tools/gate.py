@@ -166,9 +166,15 @@ def _where(
 @contextmanager
 def _staging_hub(root: Path, folder: Path, publisher: str) -> Iterator[dict[str, str]]:
     command = [sys.executable, "-m", "loopback_hub", str(folder / "hub"), "--trusted", publisher]
+    command.append("--until-eof")  # of the pipe below, which closes however this process ends
     environment = {**os.environ, "PYTHONPATH": str(root / "tests")}
     with subprocess.Popen(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True
+        command,
+        cwd=root,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as server:
         try:
             lines = [server.stdout.readline() for _ in range(2)]

@@ -42,6 +42,11 @@ void check_dtypes(const AttentionArguments& arguments) {
     const ScalarType q = arguments.q.scalar_type();
     const ScalarType k = arguments.k.scalar_type();
     const ScalarType v = arguments.v.scalar_type();
+    if (k == ScalarType::Float8_e4m3fn || v == ScalarType::Float8_e4m3fn) {
+        refuse(k == ScalarType::Float8_e4m3fn ? "k" : "v",
+               " has dtype torch.float8_e4m3fn; float8 keys and values are a cache's: flash_attn_with_kvcache takes them as "
+               "k_cache and v_cache, with k_descale and v_descale");
+    }
     if (q != k || q != v) {
         refuse("q, k and v must have one dtype, but q is ", q, ", k is ", k, " and v is ", v,
                "; cast them to one, e.g. q.to(v.dtype) and k.to(v.dtype). Under torch.autocast a "

@@ -55,7 +55,11 @@ void check_index_tensor(const char* name, const Tensor& tensor) {
 
 int64_t check_cumulative(const char* name, const int32_t* values, int64_t count,
                          const char* rows_name, int64_t rows) {
-    if (values[0] != 0) refuse(name, "[0] is ", values[0], "; it must be 0");
+    if (values[0] != 0) {
+        refuse(name, "[0] is ", values[0],
+               "; it must be 0: ", name, " holds where each sequence begins, not its length. Of "
+               "lengths: torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)");
+    }
     int64_t longest = 0;
     for (int64_t index = 1; index < count; ++index) {
         const int64_t length = int64_t{values[index]} - values[index - 1];

@@ -237,10 +237,15 @@ void check_append(const KvCacheArguments& arguments, int64_t batch_size) {
                sin.scalar_type(), "; both must be torch.float32 or both q's, ", dtype);
     }
     if (cos.size(0) < 1 || cos.size(1) < 1 || 2 * cos.size(1) > k_cache.size(3)) {
+        const bool holds_angles_twice = cos.size(1) == k_cache.size(3);
         refuse("rotary_cos has shape ", shape_text(cos),
                "; it must have a row for each position and rotary_dim / 2 columns, rotary_dim "
                "being at most head_dim, ",
-               k_cache.size(3));
+               k_cache.size(3),
+               holds_angles_twice ? ". It seems to hold each angle twice, as the tables of "
+                                    "Transformers do: pass rotary_cos[:, :rotary_dim // 2], "
+                                    "rotary_sin likewise, and rotary_interleaved=False"
+                                  : "");
     }
 }
 

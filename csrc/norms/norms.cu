@@ -1,5 +1,6 @@
 #include <cuda_runtime_api.h>
 
+#include "common/archs.h"
 #include "common/launch.h"
 #include "norms/norms.h"
 
@@ -19,11 +20,8 @@ namespace cuda {
 
 namespace {
 
-/// The capabilities that build.toml gives sm90/: any other card runs sm80/, as native code or from
-/// its PTX.
 bool runs_sm90() {
-    const int major = current_device_limits().capability_major;
-    return major == 9 || major == 10 || major == 12;
+    return has_code_from_hopper_on(current_device_limits().capability_major, CUDART_VERSION);
 }
 
 }  // namespace

@@ -146,6 +146,12 @@ class TestRotary:
         tables["rotary_sin"] = tables["rotary_sin"][:, :3]
         refused_whole(kernel, case, "(40, 4)", "(40, 3)", **tables)
 
+    def test_tables_that_hold_each_angle_twice(self, kernel, case, bf16_place):
+        tables = rotary_tables(bf16_place, 40, 16)
+        twice = {name: torch.cat([table, table], dim=-1) for name, table in tables.items()}
+        parts = ("rotary_cos has shape (40, 16)", "twice", "rotary_cos[:, :rotary_dim // 2]")
+        refused_whole(kernel, case, *parts, "rotary_interleaved=False", **twice)
+
     def test_dtypes(self, kernel, case, bf16_place):
         tables = rotary_tables(bf16_place, 40, 8, torch.float16)
         refused_whole(kernel, case, "rotary_cos", "torch.float16", "torch.bfloat16", **tables)

@@ -104,6 +104,51 @@ def test_dtypes_that_attention_does_not_take(kernel, inputs, dtype):
     refused(dense(kernel, wrong), "q, k and v have dtype", "torch.bfloat16", "torch.float16")
 
 
+@pytest.mark.parametrize("names", ["kv", "qkv", "v"])
+def test_float8_keys_are_a_caches(kernel, inputs, packed_inputs, names):
+    parts = (f"{names.replace('q', '')[0]} has dtype torch.float8_e4m3fn",)
+    parts += ("flash_attn_with_kvcache", "k_descale")
+    for call, given in ((dense, inputs), (packed, packed_inputs)):
+        wrong = {name: given[name].to(torch.float8_e4m3fn) for name in names}
+        refused(call(kernel, {**given, **wrong}), *parts)
+        on_meta = {n: x.to("meta") for n, x in {**given, **wrong}.items()}
+        refused(call(kernel, on_meta), *parts)
+
+
+def test_a_mask_is_no_bias(kernel, inputs, packed_inputs):
+    mask = torch.ones(9, 12, dtype=torch.bool, device=inputs["q"].device)
+    parts = ("attn_bias has dtype torch.bool", "masked_fill(~mask, float('-inf'))")
+    refused(dense(kernel, inputs, attn_bias=mask[None, None]), *parts)
+    refused(packed(kernel, packed_inputs, attn_bias=mask[None]), *parts)
+    # The cure does what it says.
+    q = inputs["q"]
+    bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
+    same = kernel.flash_attn_func(**inputs)
+    assert torch.equal(kernel.flash_attn_func(**inputs, attn_bias=bias[None, None]), same)
+
+
+def test_a_tensor_in_the_place_of_dropout_p(kernel, inputs, packed_inputs):
+    """The fourth argument is torch's attn_mask in scaled_dot_product_attention."""
+    q, k, v = (inputs[name] for name in "qkv")
+    for mask in (torch.ones(9, 12, dtype=torch.bool), torch.zeros(2, 1, 9, 12)):
+        parts = ("dropout_p is a tensor of shape", str(tuple(mask.shape)), "attn_bias=", "by name")
+        refused(lambda mask=mask: kernel.flash_attn_func(q, k, v, mask), *parts)
+    lengths = packed_inputs["cu_seqlens_q"]
+    parts = ("dropout_p is a tensor of shape (3,)", "flash_attn_varlen_func")
+    refused(lambda: kernel.flash_attn_func(q, k, v, lengths, lengths), *parts)
+
+
+def test_lengths_in_the_place_of_cu_seqlens(kernel, packed_inputs):
+    lengths = torch.tensor([5, 4], device=packed_inputs["q"].device)
+    wrong = lengths.to(torch.int32)
+    call = packed(kernel, {**packed_inputs, "cu_seqlens_q": wrong, "cu_seqlens_k": wrong})
+    cure = "torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)"
+    if packed_inputs["q"].device.type == "cpu":  # on a GPU values are read if asked for
+        refused(call, "cu_seqlens_q[0] is 5", "must be 0", cure)
+    cured = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    assert torch.equal(cured, packed_inputs["cu_seqlens_q"])
+
+
 @pytest.mark.gpu
 def test_float32_on_a_gpu(kernel):
     place = {"device": torch.device("cuda"), "dtype": torch.float32}

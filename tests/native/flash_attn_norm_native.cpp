@@ -25,6 +25,7 @@
 #include "attention/seqlens.h"
 #include "attention/short_queries.h"
 #include "attention/tile_scheduler.h"
+#include "common/archs.h"
 #include "common/cpu_features.h"
 #include "common/cpu_runtime.h"
 #include "native_fields.h"
@@ -304,6 +305,7 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
         return Range{row.entry, row.row};
     });
 
+    module.def("has_code_from_hopper_on", &has_code_from_hopper_on);
     module.def("isa_names", [] {
         std::vector<std::string> names;
         for (int isa = 0; isa <= static_cast<int>(CpuIsa::kAmxBf16); ++isa) {

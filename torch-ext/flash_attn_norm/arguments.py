@@ -58,6 +58,23 @@ def check_number(name: str, value: Any) -> float:
     raise ValueError(f"{name} is {_text(value)}; it must be a number{by_name(value)}")
 
 
+def check_dropout_p(value: Any) -> float:
+    """``check_number``; of a tensor with dimensions it says which argument it looks like."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        takes_lengths = value.dim() == 1 and not value.is_floating_point()
+        looks_like = (
+            "cu_seqlens, which flash_attn_varlen_func takes"
+            if takes_lengths
+            else "a mask or a bias, which torch's scaled_dot_product_attention takes at this place "
+            "and attn_bias=... here"
+        )
+        raise ValueError(
+            f"dropout_p is a tensor of shape {tuple(value.shape)}, {value.dtype}; it must be a "
+            f"number. It looks like {looks_like}; pass arguments by name"
+        )
+    return check_number("dropout_p", value)
+
+
 def check_whole_number(name: str, value: Any, what: str = "an int") -> int:
     """Likewise an int, or ``what`` an error calls it. One that an int64 cannot hold becomes the
     closest that it can."""

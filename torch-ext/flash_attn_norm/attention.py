@@ -6,7 +6,7 @@ from typing import Optional, Union
 
 from torch import Tensor
 
-from .arguments import by_name, check_flag, check_number, check_whole_number
+from .arguments import by_name, check_dropout_p, check_flag, check_whole_number
 from .attention_op import attention
 from .kvcache_op import paged_attention
 from .seqused import Sequences, cut_at_used_keys
@@ -216,7 +216,7 @@ def flash_attn_varlen_func(
 def _check_results(return_attn_probs: bool, return_softmax_lse: bool, dropout_p: float) -> None:
     check_flag("return_softmax_lse", return_softmax_lse)
     with_probs = check_flag("return_attn_probs", return_attn_probs)
-    if with_probs and check_number("dropout_p", dropout_p) > 0:
+    if with_probs and check_dropout_p(dropout_p) > 0:
         raise ValueError(
             f"return_attn_probs is True with dropout_p {dropout_p}, but no probability matrix is "
             "kept; use return_softmax_lse=True, or dropout_p 0"

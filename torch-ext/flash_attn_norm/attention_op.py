@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
+    check_dropout_p,
     check_flag,
     check_number,
     check_tensor,
@@ -128,6 +129,13 @@ def check_tensors(
         if value is not None:
             refuse_dtensor(name, value)
             check_tensor(name, value)
+    if attn_bias is not None and attn_bias.dtype is torch.bool:
+        raise ValueError(
+            "attn_bias has dtype torch.bool, a mask; it must be torch.float32 or q's, as it is "
+            "added to the scores. Of a mask that is True at the keys that a row sees: "
+            "torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, "
+            "float('-inf'))"
+        )
 
 
 def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool, float, float]:
@@ -135,7 +143,7 @@ def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool,
     return (
         check_flag("causal", causal),
         check_number("softcap", softcap),
-        check_number("dropout_p", dropout_p),
+        check_dropout_p(dropout_p),
     )
 
 

@@ -49,6 +49,13 @@ def check_shapes(
     extras = {"alibi_slopes": alibi_slopes, "s_aux": s_aux, "attn_bias": attn_bias}
     indices = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     refuse_other_devices("q", q, k=k, v=v, **indices, **extras, rng_state=rng_state)
+    for name, value in (("k", k), ("v", v)):
+        if value.dtype == torch.float8_e4m3fn:
+            raise ValueError(
+                f"{name} has dtype {value.dtype}; float8 keys and values are a cache's: "
+                "flash_attn_with_kvcache takes them as k_cache and v_cache, with k_descale and "
+                "v_descale"
+            )
     require(
         q.dtype == k.dtype == v.dtype,
         lambda: (

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 
 from ._ops import add_op_namespace_prefix, ops
 from .arguments import (
+    check_dropout_p,
     check_flag,
     check_number,
     check_tensor,
@@ -95,7 +96,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """``flash_attn_varlen_func`` with a block table: keys on the pages of a cache. A ``seqused_k``
     says their number instead of ``cu_seqlens_k``, which may then be None."""
-    if check_number("dropout_p", dropout_p) != 0:
+    if check_dropout_p(dropout_p) != 0:
         raise ValueError(f"dropout_p is {dropout_p} with a block_table; it must be 0")
     if attn_bias is not None:
         raise ValueError("attn_bias is given with a block_table; it must be None")

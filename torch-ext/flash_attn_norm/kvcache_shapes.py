@@ -14,6 +14,10 @@ _MAX_HEAD_DIM = 512
 _OTHER_FLOAT8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 _MAX_FLOAT8_HEAD_DIM = 256  # on a GPU
 _LATENT = (576, 512)  # multi-head latent attention
+_TWICE = (
+    ". It seems to hold each angle twice, as the tables of Transformers do: pass "
+    "rotary_cos[:, :rotary_dim // 2], rotary_sin likewise, and rotary_interleaved=False"
+)
 _CURE_OF_A_CACHE = "cast q, or make the cache in q's"
 
 
@@ -317,6 +321,6 @@ def _check_new_rows(
         lambda: (
             f"rotary_cos has shape {tuple(rotary_cos.shape)}; it must have a row for each position "
             "and rotary_dim / 2 columns, rotary_dim being at most head_dim, "
-            f"{k_cache.shape[3]}"
+            f"{k_cache.shape[3]}{_TWICE if rotary_cos.shape[1] == k_cache.shape[3] else ''}"
         ),
     )

@@ -7,6 +7,7 @@
 #include "attention/attention_device.h"
 #include "attention/decode/launch.h"
 #include "attention/decode/sm90a/launch.h"
+#include "common/archs.h"
 
 namespace flash_attn_norm {
 
@@ -43,7 +44,7 @@ void with_size_class(const AttentionProblem& problem, Fn&& fn) {
 template <class Fn>
 void with_kernels(const AttentionProblem& problem, Fn&& fn) {
     const int major = attention_device_limits().capability_major;
-    if (major == 9 || major == 10 || major == 12) {
+    if (has_code_from_hopper_on(major, CUDART_VERSION)) {
         with_size_class<decode::Sm90>(problem, fn);
     } else {
         with_size_class<decode::Sm80>(problem, fn);
