@@ -1,8 +1,12 @@
 """The gate: what it runs, what it records, what it does not take for a pass."""
 
 import json
+import socket
 import subprocess
 import sys
+import textwrap
+import time
+import urllib.parse
 
 import pytest
 import torch
@@ -122,3 +126,29 @@ def test_a_parameter_brings_its_suite(ready):
     path = ready.pass_gate(api={"all": ["flash_attn_with_kvcache"], "functions": functions})
     told = read_record(path).summary()
     assert told == "failed (kv cache, float8 cache) on a device, torch 2.13.0"
+
+
+def test_its_hub_ends_with_it(tmp_path):
+    """Also when the gate is killed, as a timeout does, and cannot end anything itself."""
+    code = f"""
+        import time
+        from pathlib import Path
+        from tools.gate import _staging_hub
+        with _staging_hub(Path({str(ROOT)!r}), Path({str(tmp_path)!r}), "org") as settings:
+            print(settings["HF_ENDPOINT"], flush=True)
+            time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as gate:
+        address = urllib.parse.urlsplit(gate.stdout.readline().strip())
+        where = (address.hostname, address.port)
+        socket.create_connection(where, timeout=30).close()
+        gate.kill()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(where, timeout=30).close()
+        except OSError:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"the Hub at {where} still answers")
