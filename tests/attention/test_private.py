@@ -1,8 +1,10 @@
 """FlashAttention-2's private functions: names, signatures, results."""
 
 import inspect
+import math
 
 import pytest
+import reference
 import torch
 from errors import assert_same_bits, assert_within, assert_zero, poisoned_memory
 
@@ -120,6 +122,32 @@ def test_backward_fills_the_given_tensors(kernel, bf16_place, dropout_p):
     assert softmax_d.shape == (2, 4, 128)
     assert_within("softmax_d", softmax_d[..., :33], delta, 1e-4)
     assert_zero("softmax_d", softmax_d[..., 33:])
+
+
+def test_an_output_of_several_calls_counts_as_it_is(kernel, bf16_place):
+    """Who merges the outputs of parts of the keys passes the merged one to each part's backward
+    pass. With dropout, too, delta is dout times that output, not times this call's own."""
+    inputs = make_inputs(bf16_place, 1, 70, 80, (2, 2), 64)
+    q, k, v = (inputs[name] for name in "qkv")
+    dropout_p, dout = 0.3, random_dout(inputs)
+    out, softmax_lse, _, state = forward(kernel, inputs, dropout_p)
+    merged = (3 * out.float() + 1).to(out.dtype)
+    dq = torch.empty_like(q)
+    arguments = (dropout_p, SCALE, True, -1, -1, 0.0, None, False, state)
+    kernel._flash_attn_backward(dout, q, k, v, merged, softmax_lse, dq, None, None, *arguments)
+
+    keep = reference.dropout_keep(state.tolist(), dropout_p, 0, 2, 70, 80).to(q.device)
+    q, k, v, dout, merged = (x[0].transpose(0, 1).double() for x in (q, k, v, dout, merged))
+    hidden = ~reference.visible_keys(70, 80, causal=True, device=q.device)
+    scores = (SCALE * q @ k.transpose(1, 2)).masked_fill(hidden, -math.inf)
+    probabilities = torch.softmax(scores, dim=-1)
+    dprobabilities = dout @ v.transpose(1, 2) * keep / (1 - dropout_p)
+    delta = (dout * merged).sum(-1, keepdim=True)
+    dscores = probabilities * (dprobabilities - delta)
+    expected = (SCALE * dscores @ k).transpose(0, 1)[None]
+    # Scores' gradients are rounded to bfloat16 before the product with the keys, dq after it.
+    rounding = SCALE * dscores.abs() @ k.abs() + expected[0].transpose(0, 1).abs()
+    assert_within("dq", dq, expected, 2**-8 * rounding.max().item())
 
 
 def test_packed(kernel, bf16_place):

@@ -155,7 +155,9 @@ def _flash_attn_backward(
     None, and gives ``softmax_d``.
 
     ``softmax_d`` is (batch_size, num_heads_q, seqlen_q rounded up to 128) float32, the row sums of
-    dout * out; zero in the rows past seqlen_q. ``rng_state`` is the forward pass's.
+    dout * out; zero in the rows past seqlen_q. ``rng_state`` is the forward pass's. ``out`` may
+    also be one that was merged from several calls; the gradients take it as it was rounded, whereas
+    of this call's own they undo the rounding where there is dropout.
     """
     check_tensors(q, k, v, None, None, alibi_slopes, None, None)
     _check_gradients(q, k, v, dout=dout, out=out, softmax_lse=softmax_lse, dq=dq, dk=dk, dv=dv)
