@@ -252,7 +252,6 @@ def almost_one_key(draw, most_rows):
         "s_aux": draw(st.sampled_from([None, None, "float32"])),
         "bias": draw(st.sampled_from(biases)),
         "bias_scale": 100.0,
-        "dlse": draw(st.booleans()),
     }
     case["sequences"] = [case["dense"][1:]] * case["dense"][0]
     return case
