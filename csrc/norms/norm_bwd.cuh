@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "norms/norm_bwd_column_sums.cuh"
 #include "norms/norm_bwd_params.h"
 #include "norms/norm_math.cuh"
 #include "norms/row_columns.cuh"
@@ -36,13 +37,6 @@ struct BwdConfig {
     using Columns = float[kVecs][kPack];
     /// 16-byte words of shared memory that a thread has for its weights.
     static constexpr int kWeightWords = kVecs * kPack / 4;
-};
-
-/// What a thread has summed up of its columns.
-template <class Config>
-struct BwdSums {
-    typename Config::Columns dweight = {};
-    typename Config::Columns dbias = {};
 };
 
 /// 16-byte words that a thread has in a stage: dout, the sum, and dresidual_out if there is one.
@@ -275,60 +269,6 @@ __device__ __forceinline__ void store_dx(const NormBwdParams& params,
     }
 }
 
-/// Adds up what the row slots of a CTA have of each column, half of the slots to the other half and
-/// so on, and stores the sums: in float32 in the CTA's row of the partial sums, or rounded if there
-/// is no other CTA.
-template <class Config>
-__device__ __forceinline__ void store_column_sums(typename Config::Columns& sums, float4* smem,
-                                                  const RowColumns<Config>& columns, void* target,
-                                                  DType dtype) {
-    constexpr int kWords = Config::kPack / 4;
-    const int slot = threadIdx.y;
-    const auto word = [&](int of_slot, int v, int i) -> float4& {
-        return smem[((of_slot * Config::kVecs + v) * kWords + i) * blockDim.x + threadIdx.x];
-    };
-    for (int count = blockDim.y; count > 1; count = (count + 1) / 2) {
-        const int half = (count + 1) / 2;
-        __syncthreads();  // the others may still read what lies there
-        if (slot >= half && slot < count) {
-#pragma unroll
-            for (int v = 0; v < Config::kVecs; ++v) {
-#pragma unroll
-                for (int i = 0; i < kWords; ++i) {
-                    const float* from = sums[v] + 4 * i;
-                    word(slot, v, i) = make_float4(from[0], from[1], from[2], from[3]);
-                }
-            }
-        }
-        __syncthreads();
-        if (slot + half >= count) continue;
-#pragma unroll
-        for (int v = 0; v < Config::kVecs; ++v) {
-#pragma unroll
-            for (int i = 0; i < kWords; ++i) {
-                const float4 other = word(slot + half, v, i);
-                sums[v][4 * i] += other.x;
-                sums[v][4 * i + 1] += other.y;
-                sums[v][4 * i + 2] += other.z;
-                sums[v][4 * i + 3] += other.w;
-            }
-        }
-    }
-    if (slot != 0) return;
-#pragma unroll
-    for (int v = 0; v < Config::kVecs; ++v) {
-        if (!columns.is_inside(v)) continue;
-        if (dtype == DType::kFloat32) {
-            store_floats<DType::kFloat32, Config::kPack>(target, columns.column(v), sums[v]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) {
-                store_rounded(target, dtype, columns.column(v) + i, sums[v][i]);
-            }
-        }
-    }
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     norm_bwd_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
@@ -344,32 +284,29 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
         dynamic_smem,
         Config::kWeightWords + num_stages * stage_words<Config>(params.dresidual_out != nullptr));
     const BwdStages<Config> stages(thread_smem, params);
+    const RowWalk walk(reducer, kernel_params.num_steps, num_stages);
+    const auto copy = [&](int step, int stage) {
+        stages.copy(params, WalkedRow(problem, step), columns, stage);
+    };
     reducer.wait_for_cluster();
     wait_for_earlier_kernels<typename Config::Arch>();
 
-    const int first_step = reducer.block();
-    const int num_blocks = reducer.num_blocks();
-    for (int stage = 0; stage < num_stages; ++stage) {
-        const int step = first_step + stage * num_blocks;
-        if (step < kernel_params.num_steps) {
-            stages.copy(params, WalkedRow(problem, step), columns, stage);
-        }
-        ptx::cp_async_commit_group();
-    }
+    walk.copy_first_steps(copy);
     const BwdWeight<Config> weights(thread_smem, problem, columns);
     BwdSums<Config> column_sums;
 
     // One row ahead: what a row's sums take between warps and CTAs is hidden by the next row's
     // first half. `row` is the one that is finished.
     BwdRow<Config> row, next_row;
-    BwdStats<Config> later_stats(params, WalkedRow(problem, first_step));
+    BwdStats<Config> later_stats(params, WalkedRow(problem, walk.first_step));
     int stage = num_stages - 1;
-    for (int step = first_step - num_blocks; step < kernel_params.num_steps; step += num_blocks) {
-        const int next_step = step + num_blocks;
-        const int next_stage = stage + 1 == num_stages ? 0 : stage + 1;
-        if (next_step < kernel_params.num_steps) {
+    for (int step = walk.first_step - walk.num_blocks; step < walk.num_steps;
+         step += walk.num_blocks) {
+        const int next_step = step + walk.num_blocks;
+        const int next_stage = walk.next_stage(stage);
+        if (next_step < walk.num_steps) {
             next_row.stats = later_stats;
-            later_stats = BwdStats<Config>(params, WalkedRow(problem, next_step + num_blocks));
+            later_stats = BwdStats<Config>(params, WalkedRow(problem, next_step + walk.num_blocks));
             wait_for_stage(num_stages - 1);
             if (rounding.xhat) {
                 accumulate_row<Config, true>(stages, next_stage, weights, column_sums, next_row);
@@ -378,14 +315,10 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
             }
             reducer.send(next_row.sums);
         }
-        if (step >= first_step) {
+        if (step >= walk.first_step) {
             reducer.receive(row.sums);
             store_dx(params, stages, stage, WalkedRow(problem, step), columns, weights, row);
-            const int later_step = step + num_stages * num_blocks;
-            if (later_step < kernel_params.num_steps) {
-                stages.copy(params, WalkedRow(problem, later_step), columns, stage);
-            }
-            ptx::cp_async_commit_group();
+            walk.copy_later_step(step, stage, copy);
         }
         reducer.sync();
         row = next_row;
@@ -394,8 +327,8 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
 
     ptx::cp_async_wait_group<0>();
     float4* smem = reinterpret_cast<float4*>(dynamic_smem);
-    const int64_t partial_row = int64_t{first_step} * problem.hidden_size;
-    const bool is_alone = num_blocks == 1;
+    const int64_t partial_row = int64_t{walk.first_step} * problem.hidden_size;
+    const bool is_alone = walk.num_blocks == 1;
     if (params.dweight != nullptr) {
         void* target = is_alone ? params.dweight : kernel_params.dweight_partial + partial_row;
         store_column_sums<Config>(column_sums.dweight, smem, columns, target,

@@ -3,9 +3,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "norms/norm_fwd_out.cuh"
 #include "norms/norm_math.cuh"
 #include "norms/row_columns.cuh"
 #include "norms/row_sums.cuh"
+#include "ptx/cached_load.cuh"
 
 // The forward pass of both norms where rows are aligned: a group of threads holds a row in
 // registers, so that x is read once. The rows in flight are those of the CTAs that share a
@@ -40,12 +42,23 @@ struct FwdConfig {
     /// Weight and bias are requested before the row sums where there are registers for them;
     /// elsewhere they come from the L1.
     static constexpr bool kLoadsFactorsEarly = kVecs <= 2;
+    static constexpr bool kReadsTwice = false;
 
     using XPack = PackWords<kPack, kXDType>;
     /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
     using SumPack = PackWords<kPack, kSumDType>;
     using SumTile = SumPack[kVecs];
     using FactorTile = uint4[kLoadsFactorsEarly ? kVecs : 1];
+};
+
+/// Rows without a residual that are read twice, the second time from the L1: no registers hold them
+/// while the sums come together, so that more CTAs share a multiprocessor.
+template <DType kXDType_, bool kLayerNorm_, int kVecs_, class Arch_>
+struct FwdTwiceConfig : FwdConfig<kXDType_, kLayerNorm_, FwdKind::kUsual, kVecs_, Arch_> {
+    static constexpr int kMinCtas = 3;
+    static constexpr bool kReadsTwice = true;
+    static constexpr bool kLoadsFactorsEarly = false;
+    using FactorTile = uint4[1];
 };
 
 /// Where a row starts in what is read.
@@ -118,26 +131,75 @@ __device__ __forceinline__ void load_sum(const NormFwdParams& params, const FwdR
     }
 }
 
-/// A thread's part of the row's squares, each rounded to x's dtype or not.
+/// x, for a kernel that reads it twice; zeros outside the row.
+template <class Config>
+__device__ __forceinline__ void load_first(const char* row_start, const RowColumns<Config>& columns,
+                                           typename Config::SumTile& x) {
+    const uint64_t policy = ptx::l2_evict_last();
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        // Without a branch, behind which the next load would wait for this one.
+        x[v].words[0] = ptx::ld_global_evict_last(
+            row_start + columns.column_inside(v) * size_of(Config::kXDType), policy);
+    }
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        if (!columns.is_inside(v)) x[v].words[0] = make_uint4(0, 0, 0, 0);
+    }
+}
+
+/// The squares of a pack, each rounded to x's dtype or not.
+template <class Config, bool kRounds>
+__device__ __forceinline__ float pack_squares(const typename Config::SumPack& sum) {
+    float values[Config::kPack];
+    sum.get(values);
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) {
+        if (kRounds) {
+            squares += round_to<Config::kXDType>(__fmul_rn(values[i], values[i]));
+        } else {
+            squares = fmaf(values[i], values[i], squares);
+        }
+    }
+    return squares;
+}
+
+/// A thread's part of the row's squares.
 template <class Config, bool kRounds>
 __device__ __forceinline__ float sum_of_squares(const typename Config::SumTile& sum) {
     float squares = 0.0f;
 #pragma unroll
-    for (int v = 0; v < Config::kVecs; ++v) {
-        float values[Config::kPack];
-        sum[v].get(values);
-        float part = 0.0f;
-#pragma unroll
-        for (int i = 0; i < Config::kPack; ++i) {
-            if (kRounds) {
-                part += round_to<Config::kXDType>(__fmul_rn(values[i], values[i]));
-            } else {
-                part = fmaf(values[i], values[i], part);
-            }
-        }
-        squares += part;
-    }
+    for (int v = 0; v < Config::kVecs; ++v) squares += pack_squares<Config, kRounds>(sum[v]);
     return squares;
+}
+
+/// Adds pack v to the moments of those before it. A pack outside the row is zeros, which do not
+/// count; those before one inside are inside, too, so that their number is known here.
+template <class Config>
+__device__ __forceinline__ void add_pack(const typename Config::SumPack& sum, int v, bool is_inside,
+                                         RowMoments& moments) {
+    constexpr float kCount = Config::kPack;
+    float values[Config::kPack];
+    sum.get(values);
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) total += values[i];
+    const float mean = total * (1.0f / kCount);
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Config::kPack; ++i) {
+        const float distance = values[i] - mean;
+        squares = fmaf(distance, distance, squares);
+    }
+    if (v > 0) {
+        const float before = kCount * v;
+        const float distance = is_inside ? fmaf(moments.sum, 1.0f / before, -mean) : 0.0f;
+        squares = fmaf(distance * (before * kCount / (before + kCount)), distance, squares);
+    }
+    moments.squares += squares;
+    moments.sum += total;
+    if (is_inside) moments.count += kCount;
 }
 
 /// The moments of a thread's part of the row.
@@ -147,28 +209,7 @@ __device__ __forceinline__ RowMoments part_moments(const RowColumns<Config>& col
     RowMoments moments;
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
-        float values[Config::kPack];
-        sum[v].get(values);
-        float part = 0.0f;
-#pragma unroll
-        for (int i = 0; i < Config::kPack; ++i) part += values[i];
-        moments.sum += part;
-        if (columns.is_inside(v)) moments.count += Config::kPack;
-    }
-    const float mean = moments.sum * RowMoments::inverse(moments.count);
-#pragma unroll
-    for (int v = 0; v < Config::kVecs; ++v) {
-        // Outside the row lie zeros, whose distance to the mean must not count.
-        const float part_mean = columns.is_inside(v) ? mean : 0.0f;
-        float values[Config::kPack];
-        sum[v].get(values);
-        float part = 0.0f;
-#pragma unroll
-        for (int i = 0; i < Config::kPack; ++i) {
-            const float distance = values[i] - part_mean;
-            part = fmaf(distance, distance, part);
-        }
-        moments.squares += part;
+        add_pack<Config>(sum[v], v, columns.is_inside(v), moments);
     }
     return moments;
 }
@@ -201,151 +242,6 @@ __device__ __forceinline__ float row_stats(const NormProblem& problem, const Rou
     return row_rstd<Config::kXDType>(problem, rounding, squares[0]);
 }
 
-/// Weight and, in LayerNorm, bias are there in the dtype of x, and nothing is added to the weight.
-FAN_HOST_DEVICE bool has_factors_of_x(const NormFwdParams& params) {
-    const NormProblem& problem = params.problem;
-    const bool has_weight = problem.weight != nullptr && problem.weight_offset == 0.0f &&
-                            problem.weight_dtype == problem.x_dtype;
-    const bool has_bias = params.bias != nullptr && params.bias_dtype == problem.x_dtype;
-    return has_weight && has_bias == problem.is_layer_norm;
-}
-
-FAN_HOST_DEVICE bool is_usual_problem(const NormFwdParams& params) {
-    const NormProblem& problem = params.problem;
-    return problem.sum_dtype == problem.x_dtype && has_factors_of_x(params) &&
-           problem.casting_mode != CastingMode::kNone;
-}
-
-/// How xhat becomes out; one loop for each, so that the first two have no branches.
-///   kProduct: xhat is rounded to the 16-bit dtype that x and the weight share, then multiplied.
-///   The
-///       product is exact in float32 and rounded once, which one instruction does for two elements.
-///   kSameDtype: xhat is not rounded, weight and bias are in x's dtype.
-///   kGeneral: any weight and bias, or none.
-enum class OutFormula { kProduct, kSameDtype, kGeneral };
-
-template <class Config>
-__device__ __forceinline__ OutFormula out_formula(const NormFwdParams& params,
-                                                  const Rounding& rounding) {
-    constexpr bool kHasXhat = Config::kXDType == Config::kSumDType;
-    if (!Config::kIsUsual && !has_factors_of_x(params)) return OutFormula::kGeneral;
-    const bool rounds = kHasXhat && Config::kXDType != DType::kFloat32 && rounding.xhat;
-    return rounds && !Config::kLayerNorm ? OutFormula::kProduct : OutFormula::kSameDtype;
-}
-
-/// A pack of the weight or the bias, which the L1 holds.
-template <DType kDType>
-__device__ __forceinline__ uint4 load_pack(const void* array, int column) {
-    return *reinterpret_cast<const uint4*>(static_cast<const char*>(array) +
-                                           column * size_of(kDType));
-}
-
-/// Packs of weight and bias that are requested before the row sums.
-template <class Config>
-struct EarlyFactors {
-    typename Config::FactorTile weight;
-    typename Config::FactorTile bias;
-
-    __device__ __forceinline__ EarlyFactors(const NormFwdParams& params, OutFormula formula,
-                                            const RowColumns<Config>& columns) {
-        if constexpr (Config::kLoadsFactorsEarly) {
-            if (!Config::kIsUsual && formula == OutFormula::kGeneral) return;
-#pragma unroll
-            for (int v = 0; v < Config::kVecs; ++v) {
-                const int column = columns.column_inside(v);
-                weight[v] = load_pack<Config::kXDType>(params.problem.weight, column);
-                if (Config::kLayerNorm) bias[v] = load_pack<Config::kXDType>(params.bias, column);
-            }
-        }
-    }
-};
-
-/// Multiplies xhat with the weight and adds the bias, as kGeneral says. Not adding a bias where
-/// there is none keeps a value of -0.
-template <class Config>
-__device__ __forceinline__ void apply_factors(const NormFwdParams& params, const Rounding& rounding,
-                                              int column, float* values) {
-    float weight[Config::kPack];
-    if (!Config::kLayerNorm && rounding.xhat) {
-        typename Config::XPack rounded;
-        rounded.set(values);
-        rounded.get(values);
-    }
-    load_weight<Config::kPack>(params.problem, column, weight);
-#pragma unroll
-    for (int i = 0; i < Config::kPack; ++i) values[i] *= weight[i];
-    if (!Config::kLayerNorm || params.bias == nullptr) return;
-    float bias[Config::kPack];
-    load_as_floats<Config::kPack>(params.bias, params.bias_dtype, column, bias);
-#pragma unroll
-    for (int i = 0; i < Config::kPack; ++i) values[i] += bias[i];
-}
-
-/// xhat of a pack of the sum, before it is rounded. For 16-bit sums LayerNorm's is rounded once,
-/// not twice: what that changes is no more than the rounding of the mean itself.
-template <class Config>
-__device__ __forceinline__ void normalize(const typename Config::SumPack& sum, float mean,
-                                          float rstd, float* values) {
-    constexpr bool kRoundsOnce = Config::kLayerNorm && Config::kSumDType != DType::kFloat32;
-    const float shift = -mean * rstd;
-    sum.get(values);
-#pragma unroll
-    for (int i = 0; i < Config::kPack; ++i) {
-        if (kRoundsOnce) {
-            values[i] = fmaf(values[i], rstd, shift);
-        } else {
-            values[i] = __fmul_rn(Config::kLayerNorm ? values[i] - mean : values[i], rstd);
-        }
-    }
-}
-
-template <class Config, OutFormula kFormula>
-__device__ __forceinline__ void store_out(const NormFwdParams& params, const Rounding& rounding,
-                                          const Row& row, const RowColumns<Config>& columns,
-                                          const EarlyFactors<Config>& early,
-                                          const typename Config::SumTile& sum, float mean,
-                                          float rstd) {
-    constexpr DType kXDType = Config::kXDType;
-    constexpr bool kIsEarly = Config::kLoadsFactorsEarly;
-    constexpr bool kHasBranch = kIsEarly || kFormula == OutFormula::kGeneral;
-    const int64_t start = row.index * params.problem.hidden_size;
-#pragma unroll
-    for (int v = 0; v < Config::kVecs; ++v) {
-        const bool is_inside = row.is_inside && columns.is_inside(v);
-        // Factors that are loaded here must not wait for the pack before behind a branch.
-        if (kHasBranch && !is_inside) continue;
-        const int column = kHasBranch ? columns.column(v) : columns.column_inside(v);
-        const auto factor_words = [&](const uint4* early_words, const void* array) {
-            return kIsEarly ? early_words[kIsEarly ? v : 0] : load_pack<kXDType>(array, column);
-        };
-        typename Config::XPack out;
-        float values[Config::kPack];
-        normalize<Config>(sum[v], mean, rstd, values);
-        if constexpr (kFormula == OutFormula::kProduct) {
-            out.set(values);
-            out.words[0] = mul_packed<kXDType>(out.words[0],
-                                               factor_words(early.weight, params.problem.weight));
-        } else if constexpr (kFormula == OutFormula::kSameDtype) {
-            float weight[Config::kPack];
-            float bias[Config::kPack];
-            unpack<kXDType>(factor_words(early.weight, params.problem.weight), weight);
-            if (Config::kLayerNorm) {
-                unpack<kXDType>(factor_words(early.bias, params.bias), bias);
-            }
-#pragma unroll
-            for (int i = 0; i < Config::kPack; ++i) {
-                values[i] = Config::kLayerNorm ? fmaf(values[i], weight[i], bias[i])
-                                               : values[i] * weight[i];
-            }
-            out.set(values);
-        } else {
-            apply_factors<Config>(params, rounding, column, values);
-            out.set(values);
-        }
-        if (kHasBranch || is_inside) out.store(params.out, start + column);
-    }
-}
-
 template <class Config>
 __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     norm_fwd_kernel(const __grid_constant__ NormFwdParams params) {
@@ -355,29 +251,45 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     RowReducer<typename Config::Arch> reducer(smem);
     const RowColumns<Config> columns(problem, reducer);
     const Row row(problem, reducer.block());
-    const FwdRowPlaces places(params, row.index);
+    // A kernel that loads without branches reads the first row where there is none.
+    const bool reads_first = Config::kReadsTwice && !row.is_inside;
+    const FwdRowPlaces places(params, reads_first ? 0 : row.index);
     wait_for_earlier_kernels<typename Config::Arch>();
 
     // Before the row: what is done with that waits for it.
     const OutFormula formula = out_formula<Config>(params, rounding);
     const EarlyFactors<Config> early(params, formula, columns);
     typename Config::SumTile sum;
-    load_sum(params, places, row, columns, sum);
+    if constexpr (Config::kReadsTwice) {
+        load_first(places.x, columns, sum);
+    } else {
+        load_sum(params, places, row, columns, sum);
+    }
     reducer.wait_for_cluster();
 
     float mean;
     const float rstd = row_stats(problem, rounding, columns, sum, reducer, mean);
+    const auto get_sum = [&](int v) {
+        if constexpr (Config::kReadsTwice) {
+            typename Config::SumPack pack;
+            pack.words[0] = ptx::ld_global_evict_first(places.x + columns.column_inside(v) *
+                                                                      size_of(Config::kXDType));
+            return pack;
+        } else {
+            return sum[v];
+        }
+    };
     constexpr bool kHasProduct = !Config::kLayerNorm && Config::kXDType == Config::kSumDType &&
                                  Config::kXDType != DType::kFloat32;
     if (kHasProduct && formula == OutFormula::kProduct) {
         store_out<Config, kHasProduct ? OutFormula::kProduct : OutFormula::kGeneral>(
-            params, rounding, row, columns, early, sum, mean, rstd);
+            params, rounding, row, columns, early, get_sum, mean, rstd);
     } else if (Config::kIsUsual || formula == OutFormula::kSameDtype) {
-        store_out<Config, OutFormula::kSameDtype>(params, rounding, row, columns, early, sum, mean,
-                                                  rstd);
+        store_out<Config, OutFormula::kSameDtype>(params, rounding, row, columns, early, get_sum,
+                                                  mean, rstd);
     } else {
-        store_out<Config, OutFormula::kGeneral>(params, rounding, row, columns, early, sum, mean,
-                                                rstd);
+        store_out<Config, OutFormula::kGeneral>(params, rounding, row, columns, early, get_sum,
+                                                mean, rstd);
     }
     if (row.is_inside && threadIdx.x == 0 && reducer.cluster_rank() == 0) {
         params.rstd[row.index] = rstd;

@@ -11,12 +11,14 @@
 
 namespace flash_attn_norm {
 
-template <DType kXDType_, bool kLayerNorm_, class Arch_>
-struct FwdClusterConfig : FwdConfig<kXDType_, kLayerNorm_, FwdKind::kUsual, 4, Arch_> {
+/// kVecs packs a thread: 8, or 4 with a residual, for which there must be memory, too.
+template <DType kXDType_, bool kLayerNorm_, int kVecs_, class Arch_>
+struct FwdClusterConfig : FwdConfig<kXDType_, kLayerNorm_, FwdKind::kUsual, kVecs_, Arch_> {
     using Arch = Arch_;
-    /// One CTA on each multiprocessor: registers for two rows, weight and bias.
+    /// One CTA on each multiprocessor: registers for weight and bias. Rows stay in shared memory.
     static constexpr bool kLoadsFactorsEarly = true;
-    using FactorTile = uint4[4];
+    static constexpr bool kHasResidual = kVecs_ == 4;
+    using FactorTile = uint4[kVecs_];
 };
 
 struct NormFwdClusterParams {
@@ -27,91 +29,88 @@ struct NormFwdClusterParams {
 
 /// 16-byte words that a thread has in a stage: x and the residual.
 template <class Config>
-FAN_HOST_DEVICE int fwd_stage_words(bool has_residual) {
-    return Config::kVecs * (has_residual ? 2 : 1);
-}
-
-/// What is kept of a row from its first to its second half: the sum, and a thread's part of what
-/// is added up over the row.
-template <class Config>
-struct FwdClusterRow {
-    typename Config::SumTile sum;
-    RowMoments moments;  // RMSNorm: the squares alone
-};
+constexpr int kFwdStageWords = Config::kVecs * (Config::kHasResidual ? 2 : 1);
 
 template <class Config>
 class FwdStages {
   public:
-    __device__ FwdStages(const ThreadSmem& smem, const NormFwdParams& params)
-        : stages_(smem, 0, fwd_stage_words<Config>(params.residual != nullptr)) {}
+    __device__ explicit FwdStages(const ThreadSmem& smem)
+        : stages_(smem, 0, kFwdStageWords<Config>) {}
 
     __device__ __forceinline__ void copy(const NormFwdParams& params, const Row& row,
                                          const RowColumns<Config>& columns, int stage) const {
         const RowShape& shape = params.problem.rows;
         stages_.template copy<Config::kXDType>(params.x, shape, params.x_strides, row, columns,
                                                stage, 0);
-        if (params.residual == nullptr) return;
+        if (!Config::kHasResidual) return;
         stages_.template copy<Config::kXDType>(params.residual, shape, params.residual_strides, row,
                                                columns, stage, Config::kVecs);
     }
 
-    /// x, or x + residual, which is stored if it is wanted.
-    __device__ __forceinline__ void get_sum(const NormFwdParams& params, const Row& row,
-                                            const RowColumns<Config>& columns, int stage,
-                                            typename Config::SumTile& sum) const {
-        const int64_t start = row.index * params.problem.hidden_size;
+    /// Pack v of x, or of x + residual.
+    __device__ __forceinline__ typename Config::SumPack get_sum(int stage, int v) const {
+        typename Config::SumPack sum = stages_.template get<Config::kXDType>(stage, 0, v);
+        if constexpr (Config::kHasResidual) {
+            float values[Config::kPack];
+            float added[Config::kPack];
+            sum.get(values);
+            stages_.template get<Config::kXDType>(stage, Config::kVecs, v).get(added);
 #pragma unroll
-        for (int v = 0; v < Config::kVecs; ++v) {
-            sum[v] = stages_.template get<Config::kXDType>(stage, 0, v);
-            if (params.residual != nullptr) {
-                float values[Config::kPack];
-                float added[Config::kPack];
-                sum[v].get(values);
-                stages_.template get<Config::kXDType>(stage, Config::kVecs, v).get(added);
-#pragma unroll
-                for (int i = 0; i < Config::kPack; ++i) values[i] += added[i];
-                sum[v].set(values);
-            }
-            if (params.residual_out != nullptr && columns.is_inside(v)) {
-                sum[v].store(params.residual_out, start + columns.column(v));
-            }
+            for (int i = 0; i < Config::kPack; ++i) values[i] += added[i];
+            sum.set(values);
         }
+        return sum;
     }
 
   private:
     RowStages<Config> stages_;
 };
 
-/// Sends a thread's part of what is added up over a row.
+/// The first half of a row: sends a thread's part of what is added up over it (in RMSNorm the
+/// squares alone), and stores the sum if it is wanted.
 template <class Config>
-__device__ __forceinline__ void send_row(const RowColumns<Config>& columns,
-                                         FwdClusterRow<Config>& row,
+__device__ __forceinline__ void send_row(const NormFwdParams& params,
+                                         const FwdStages<Config>& stages, int stage, const Row& row,
+                                         const RowColumns<Config>& columns, RowMoments& moments,
                                          RowReducer<typename Config::Arch>& reducer) {
+    const int64_t start = row.index * params.problem.hidden_size;
+    moments = RowMoments();
+#pragma unroll
+    for (int v = 0; v < Config::kVecs; ++v) {
+        const typename Config::SumPack sum = stages.get_sum(stage, v);
+        if (Config::kHasResidual && params.residual_out != nullptr && columns.is_inside(v)) {
+            sum.store(params.residual_out, start + columns.column(v));
+        }
+        if constexpr (Config::kLayerNorm) {
+            add_pack<Config>(sum, v, columns.is_inside(v), moments);
+        } else {
+            moments.squares += pack_squares<Config, false>(sum);
+        }
+    }
     if constexpr (Config::kLayerNorm) {
-        row.moments = part_moments(columns, row.sum);
-        reducer.send(row.moments, columns.is_even);
+        reducer.send(moments, columns.is_even);
     } else {
-        float squares[1] = {sum_of_squares<Config, false>(row.sum)};
+        float squares[1] = {moments.squares};
         reducer.send(squares);
-        row.moments.squares = squares[0];
+        moments.squares = squares[0];
     }
 }
 
 /// rstd of the row that was sent, and its mean, 0 for RMSNorm.
 template <class Config>
 __device__ __forceinline__ float receive_row(const NormProblem& problem, const Rounding& rounding,
-                                             FwdClusterRow<Config>& row,
+                                             RowMoments& moments,
                                              RowReducer<typename Config::Arch>& reducer,
                                              float& mean) {
     if constexpr (Config::kLayerNorm) {
-        reducer.receive(row.moments, problem.inv_hidden_size);
+        reducer.receive(moments, problem.inv_hidden_size);
     } else {
-        float squares[1] = {row.moments.squares};
+        float squares[1] = {moments.squares};
         reducer.receive(squares);
-        row.moments.squares = squares[0];
+        moments.squares = squares[0];
     }
-    mean = row.moments.sum * problem.inv_hidden_size;
-    return row_rstd<Config::kXDType>(problem, rounding, row.moments.squares);
+    mean = moments.sum * problem.inv_hidden_size;
+    return row_rstd<Config::kXDType>(problem, rounding, moments.squares);
 }
 
 template <class Config>
@@ -125,58 +124,53 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     RowReducer<typename Config::Arch> reducer(row_sum_smem);
     const RowColumns<Config> columns(problem, reducer);
     const int num_stages = kernel_params.num_stages;
-    const FwdStages<Config> stages(
-        ThreadSmem(dynamic_smem, num_stages * fwd_stage_words<Config>(params.residual != nullptr)),
-        params);
-    const int num_steps = kernel_params.num_steps;
+    const FwdStages<Config> stages(ThreadSmem(dynamic_smem, num_stages * kFwdStageWords<Config>));
+    const RowWalk walk(reducer, kernel_params.num_steps, num_stages);
+    const auto copy = [&](int step, int stage) {
+        stages.copy(params, Row(problem, step), columns, stage);
+    };
     reducer.wait_for_cluster();
     wait_for_earlier_kernels<typename Config::Arch>();
 
-    const int first_step = reducer.block();
-    const int num_blocks = reducer.num_blocks();
-    for (int stage = 0; stage < num_stages; ++stage) {
-        const int step = first_step + stage * num_blocks;
-        if (step < num_steps) stages.copy(params, Row(problem, step), columns, stage);
-        ptx::cp_async_commit_group();
-    }
+    walk.copy_first_steps(copy);
     const OutFormula formula = out_formula<Config>(params, rounding);
     const EarlyFactors<Config> factors(params, formula, columns);
     constexpr bool kHasProduct = !Config::kLayerNorm && Config::kXDType != DType::kFloat32;
 
     // One row ahead: what a row's sums take between warps and CTAs is hidden by the next row's
-    // first half. `row` is the one that is finished.
-    FwdClusterRow<Config> row, next_row;
-    int stage = 0;
-    for (int step = first_step - num_blocks; step < num_steps; step += num_blocks) {
-        const int next_step = step + num_blocks;
-        if (next_step < num_steps) {
-            wait_for_stage(num_stages);
-            stages.get_sum(params, Row(problem, next_step), columns, stage, next_row.sum);
-            send_row(columns, next_row, reducer);
-            const int later_step = next_step + num_stages * num_blocks;
-            if (later_step < num_steps) {
-                stages.copy(params, Row(problem, later_step), columns, stage);
-            }
-            ptx::cp_async_commit_group();
-            stage = stage + 1 == num_stages ? 0 : stage + 1;
+    // first half. `moments` are those of the row that is finished.
+    RowMoments moments, next_moments;
+    int stage = num_stages - 1;
+    for (int step = walk.first_step - walk.num_blocks; step < walk.num_steps;
+         step += walk.num_blocks) {
+        const int next_step = step + walk.num_blocks;
+        const int next_stage = walk.next_stage(stage);
+        if (next_step < walk.num_steps) {
+            wait_for_stage(num_stages - 1);
+            send_row(params, stages, next_stage, Row(problem, next_step), columns, next_moments,
+                     reducer);
         }
-        if (step >= first_step) {
+        if (step >= walk.first_step) {
             const Row place(problem, step);
             float mean;
-            const float rstd = receive_row(problem, rounding, row, reducer, mean);
+            const float rstd = receive_row<Config>(problem, rounding, moments, reducer, mean);
+            const auto get_sum = [&](int v) { return stages.get_sum(stage, v); };
             if (kHasProduct && formula == OutFormula::kProduct) {
                 store_out<Config, kHasProduct ? OutFormula::kProduct : OutFormula::kSameDtype>(
-                    params, rounding, place, columns, factors, row.sum, mean, rstd);
+                    params, rounding, place, columns, factors, get_sum, mean, rstd);
             } else {
                 store_out<Config, OutFormula::kSameDtype>(params, rounding, place, columns, factors,
-                                                          row.sum, mean, rstd);
+                                                          get_sum, mean, rstd);
             }
             if (threadIdx.x == 0 && reducer.cluster_rank() == 0) {
                 params.rstd[place.index] = rstd;
                 if (Config::kLayerNorm) params.mean[place.index] = mean;
             }
+            walk.copy_later_step(step, stage, copy);
         }
-        row = next_row;
+        reducer.sync();
+        moments = next_moments;
+        stage = next_stage;
     }
 }
 

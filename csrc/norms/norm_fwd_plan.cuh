@@ -56,10 +56,10 @@ inline bool has_aligned_rows(const NormFwdParams& params) {
 
 /// As many clusters as run at a time. False if no cluster has room for a row, or not even two rows
 /// fit in its memory.
-template <DType kXDType, bool kLayerNorm, class Arch>
+template <DType kXDType, bool kLayerNorm, int kVecs, class Arch>
 bool launch_norm_fwd_cluster(const NormFwdParams& params, cudaStream_t stream) {
     if constexpr (Arch::kHasClusters) {
-        using Config = FwdClusterConfig<kXDType, kLayerNorm, Arch>;
+        using Config = FwdClusterConfig<kXDType, kLayerNorm, kVecs, Arch>;
         static KernelLimits limits;
         const auto kernel = &norm_fwd_cluster_kernel<Config>;
         const void* function = reinterpret_cast<const void*>(kernel);
@@ -76,8 +76,7 @@ bool launch_norm_fwd_cluster(const NormFwdParams& params, cudaStream_t stream) {
         NormFwdClusterParams kernel_params;
         kernel_params.params = params;
         kernel_params.num_steps = static_cast<int>(rows);
-        const int stage_bytes =
-            fwd_stage_words<Config>(params.residual != nullptr) * 16 * shape.threads_per_row;
+        const int stage_bytes = kFwdStageWords<Config> * 16 * shape.threads_per_row;
         const int bytes =
             device.shared_per_block - static_cast<int>(sizeof(RowSumStorage<Arch>)) - 64;
         kernel_params.num_stages = std::min(kMaxStages, bytes / stage_bytes);
@@ -101,13 +100,29 @@ bool launch_usual_norm_fwd(const NormFwdParams& params, cudaStream_t stream) {
     constexpr FwdKind kUsual = FwdKind::kUsual;
     using FewPacks = FwdConfig<kXDType, kLayerNorm, kUsual, 2, Arch>;
     using Rows = FwdConfig<kXDType, kLayerNorm, kUsual, 4, Arch>;
+    using FewPacksTwice = FwdTwiceConfig<kXDType, kLayerNorm, 2, Arch>;
+    using RowsTwice = FwdTwiceConfig<kXDType, kLayerNorm, 4, Arch>;
     const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
+    const bool has_few_rows = params.problem.rows.num_rows <= kFewFwdRows;
+    constexpr int64_t kShortRow = 32;
+    const bool is_short = packs <= kShortRow;
+    // The last ones without a second reading, whose latency a single row would wait for.
+    if (params.residual == nullptr && !has_few_rows && (kLayerNorm || !is_short)) {
+        constexpr int64_t kFewPacks =
+            kLayerNorm ? kShortRow : FewPacksTwice::kVecs * FewPacksTwice::kMaxThreads;
+        if (packs <= kFewPacks) {
+            launch_norm_fwd_config<FewPacksTwice>(params, 1, stream);
+            return true;
+        }
+        if (packs <= RowsTwice::kVecs * RowsTwice::kMaxThreads) {
+            launch_norm_fwd_config<RowsTwice>(params, 1, stream);
+            return true;
+        }
+    }
     // Few packs a thread where there are few rows, and in RMSNorm where rows are short or more than
     // one tensor's are in flight: no sum waits long, and weight and bias are there by then.
-    constexpr int64_t kShortRow = 128;
-    const bool has_short_sums = !kLayerNorm && (params.residual != nullptr || packs <= kShortRow);
-    const bool is_short = has_short_sums || params.problem.rows.num_rows <= kFewFwdRows;
-    if (is_short && packs <= FewPacks::kVecs * FewPacks::kMaxThreads) {
+    const bool has_short_sums = !kLayerNorm && (params.residual != nullptr || is_short);
+    if ((has_short_sums || has_few_rows) && packs <= FewPacks::kVecs * FewPacks::kMaxThreads) {
         launch_norm_fwd_config<FewPacks>(params, 1, stream);
         return true;
     }
@@ -115,7 +130,9 @@ bool launch_usual_norm_fwd(const NormFwdParams& params, cudaStream_t stream) {
         launch_norm_fwd_config<Rows>(params, 1, stream);
         return true;
     }
-    return launch_norm_fwd_cluster<kXDType, kLayerNorm, Arch>(params, stream);
+    return params.residual == nullptr
+               ? launch_norm_fwd_cluster<kXDType, kLayerNorm, 8, Arch>(params, stream)
+               : launch_norm_fwd_cluster<kXDType, kLayerNorm, 4, Arch>(params, stream);
 }
 
 template <DType kXDType, bool kLayerNorm, class Arch>

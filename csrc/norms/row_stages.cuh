@@ -102,4 +102,40 @@ __device__ __forceinline__ void wait_for_stage(int num_stages) {
 
 constexpr int kMaxStages = 3;
 
+/// How a CTA, or a cluster of them, walks over the rows: every num_blocks'th step is its own, and
+/// the stages take turns.
+struct RowWalk {
+    int first_step;
+    int num_blocks;
+    int num_steps;
+    int num_stages;
+
+    template <class Reducer>
+    __device__ RowWalk(const Reducer& reducer, int num_steps, int num_stages)
+        : first_step(reducer.block()),
+          num_blocks(reducer.num_blocks()),
+          num_steps(num_steps),
+          num_stages(num_stages) {}
+
+    __device__ __forceinline__ int next_stage(int stage) const {
+        return stage + 1 == num_stages ? 0 : stage + 1;
+    }
+    /// copy(step, stage) for the first steps, one group of copies each.
+    template <class Copy>
+    __device__ __forceinline__ void copy_first_steps(const Copy& copy) const {
+        for (int stage = 0; stage < num_stages; ++stage) {
+            const int step = first_step + stage * num_blocks;
+            if (step < num_steps) copy(step, stage);
+            ptx::cp_async_commit_group();
+        }
+    }
+    /// The same for the step that takes this one's stage next.
+    template <class Copy>
+    __device__ __forceinline__ void copy_later_step(int step, int stage, const Copy& copy) const {
+        const int later_step = step + num_stages * num_blocks;
+        if (later_step < num_steps) copy(later_step, stage);
+        ptx::cp_async_commit_group();
+    }
+};
+
 }  // namespace flash_attn_norm

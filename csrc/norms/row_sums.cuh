@@ -142,13 +142,18 @@ class RowReducer {
 
     /// The same for moments. is_even: every thread of the row has as many elements.
     __device__ __forceinline__ void send(RowMoments& moments, bool is_even) {
-        over_lanes([&](int offset) {
+        const auto add_lane = [&](int offset, bool is_even) {
             RowMoments other;
             other.count = is_even ? moments.count : from_lane(moments.count, offset);
             other.sum = from_lane(moments.sum, offset);
             other.squares = from_lane(moments.squares, offset);
             moments.add(other, is_even);
-        });
+        };
+        if (is_even) {  // one branch a row, not one a step
+            over_lanes([&](int offset) { add_lane(offset, true); });
+        } else {
+            over_lanes([&](int offset) { add_lane(offset, false); });
+        }
         if (blockDim.x <= 32) return;
         const int set = next_set_to_send(3);
         store(set, 0, moments.count, thread_ % 32);
