@@ -14,6 +14,15 @@ inline bool needs_delta_correction(const AttentionBwdParams& params) {
            params.dout != nullptr;
 }
 
+/// False if no key can have nearly all weight of a row: its output, by the sum of its squares, is
+/// shorter than half of what the shortest value alone would give. Half, for the other keys may take
+/// a part of it away: the weight of 1 / 200 does if their values are up to 100 times as long.
+/// (Where the heaviest key was dropped the output is small, and so is its rounding.)
+FAN_HOST_DEVICE bool may_be_one_key(float out_squares, float least_v_squares, float dropout_p) {
+    const float factor = 0.5f / (1.0f - dropout_p);
+    return !(out_squares < factor * factor * least_v_squares);  // NaN: true
+}
+
 /// The forward pass that `params` is the gradient of. Its `out` is that of `params`, to be read
 /// only; softmax_lse and workspace are null.
 inline AttentionFwdParams forward_of(const AttentionBwdParams& params) {

@@ -17,6 +17,7 @@
 #include "attention/attention.h"
 #include "attention/cpu/half_types.h"
 #include "attention/decode/row_tiles.h"
+#include "attention/delta_correction.h"
 #include "attention/dropout.h"
 #include "attention/float8.h"
 #include "attention/kv_cache.h"
@@ -305,6 +306,7 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
         return Range{row.entry, row.row};
     });
 
+    module.def("may_be_one_key", &may_be_one_key);
     module.def("has_code_from_hopper_on", &has_code_from_hopper_on);
     module.def("isa_names", [] {
         std::vector<std::string> names;

@@ -115,6 +115,14 @@ void pack_keys_and_values(const FwdItem& item, int64_t n_block) {
                        item.v_block(n_block), int64_t{plan.block_n} * kPanel);
 }
 
+void pack_all_keys_and_values(const FwdItem& item) {
+    const IndexRange& keys = item.keys;
+    const int64_t block_n = item.plan.block_n;
+    for (int64_t n_block = keys.begin / block_n; n_block * block_n < keys.end; ++n_block) {
+        pack_keys_and_values(item, n_block);
+    }
+}
+
 /// acc_o and the softmax state of rows [row, row + rows) after all keys that they see.
 void attend_to_keys(const FwdItem& item, const ScoreTerms& terms, int64_t row, int rows) {
     const FwdPlan& plan = item.plan;
@@ -169,6 +177,49 @@ void keep_stored(float* exact, const uint16_t* stored, int cols, DType dtype) {
     }
 }
 
+/// The least sum of squares of a value of the sequence and head.
+float least_v_squares(const FwdItem& item) {
+    const FwdPlan& plan = item.plan;
+    const AttentionProblem& problem = plan.problem;
+    float* sums = item.scratch.scores;  // [block_m, block_n]
+    float least = INFINITY;
+    for (int64_t key = 0; key < item.info.seqlen_k; key += plan.block_n) {
+        const int64_t count = min_of(plan.block_n, item.info.seqlen_k - key);
+        const TensorRows v =
+            tensor_rows(plan.params.v, problem.dtype, plan.params.v_strides, item.info.batch,
+                        item.info.row_k + key, item.kv_head, count, problem.head_dim_v);
+        plan.engine.dot_rows(v, v, sums);
+        for (int64_t i = 0; i < count; ++i) least = sums[i] < least ? sums[i] : least;
+    }
+    return least;
+}
+
+/// Whether rows of the stored output may be those of one key. If not, writes them to exact_out.
+bool needs_exact_output(const FwdItem& item, int64_t head, int64_t row, int rows, float least_v) {
+    const FwdPlan& plan = item.plan;
+    const AttentionProblem& problem = plan.problem;
+    const TensorStrides strides =
+        contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
+    const TensorRows out = tensor_rows(plan.params.out, problem.dtype, strides, item.info.batch,
+                                       item.info.row_q + row, head, rows, problem.head_dim_v);
+    float* sums = item.scratch.correction;
+    plan.engine.dot_rows(out, out, sums);
+    for (int r = 0; r < rows; ++r) {
+        if (may_be_one_key(sums[r], least_v, problem.dropout_p)) return true;
+    }
+    const int64_t offset = tensor_offset(strides, item.info.batch, item.info.row_q + row, head);
+    const uint16_t* stored = static_cast<const uint16_t*>(out.data);
+    for (int r = 0; r < rows; ++r) {
+        float* exact = plan.exact_out + offset + r * strides.row;
+        for (int c = 0; c < problem.head_dim_v; ++c) {
+            const uint16_t bits = stored[r * strides.row + c];
+            exact[c] =
+                problem.dtype == DType::kBFloat16 ? bf16_to_float(bits) : fp16_to_float(bits);
+        }
+    }
+    return false;
+}
+
 /// out = acc_o / row_sum, with the sink as one more term of the sum.
 void store_output(const FwdItem& item, int64_t head, int64_t row, int rows) {
     const FwdPlan& plan = item.plan;
@@ -211,19 +262,18 @@ void run_item(const FwdPlan& plan, const FwdScratch& scratch, int64_t index) {
     const IndexRange keys = mask.keys(row_begin, row_end);
     const bool has_one_tile = problem.group_size() == 1 && row_end - row_begin <= plan.block_m;
     const FwdItem item{plan, scratch, info, batch, kv_head, mask, keys, has_one_tile};
-    if (!has_one_tile) {
-        for (int64_t n_block = keys.begin / plan.block_n; n_block * plan.block_n < keys.end;
-             ++n_block) {
-            pack_keys_and_values(item, n_block);
-        }
-    }
-
+    const bool is_exact = plan.exact_out != nullptr;
+    const float least_v = is_exact ? least_v_squares(item) : 0.0f;
+    bool is_packed = has_one_tile;
     for (int g = 0; g < problem.group_size(); ++g) {
         const int64_t head = kv_head * problem.group_size() + g;
         ScoreTerms terms = score_terms(problem, info, batch, head);
         terms.keep_scale = 1.0f;  // the output gets it, since probabilities are rounded before
         for (int64_t row = row_begin; row < row_end; row += plan.block_m) {
             const int rows = static_cast<int>(min_of(plan.block_m, row_end - row));
+            if (is_exact && !needs_exact_output(item, head, row, rows, least_v)) continue;
+            if (!is_packed) pack_all_keys_and_values(item);
+            is_packed = true;
             plan.engine.pack_a(
                 tensor_rows(plan.params.q, problem.dtype, plan.params.q_strides, info.batch,
                             info.row_q + row, head, rows, problem.head_dim),
