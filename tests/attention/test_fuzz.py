@@ -231,6 +231,14 @@ def test_gradients_of_one_key(kernel, device):
         run_case(kernel, device, {**ONE_KEY, "seed": seed})
 
 
+@pytest.mark.xfail(strict=True, reason="a known fault, see CHANGELOG.md", raises=AssertionError)
+def test_gradients_of_one_key_beside_a_sink(kernel, device):
+    """Without dropout ``out`` is as it was stored: where a sink takes a part of the weight, delta
+    has its rounding, a few times what torch's formula happens to leave."""
+    for seed in (1143, *range(200)):
+        run_case(kernel, device, {**ONE_KEY, "seed": seed, "dropout_p": 0.0, "s_aux": "own"})
+
+
 @st.composite
 def almost_one_key(draw, most_rows):
     """Dropout where rows have one to three keys, or many of which one has all the weight."""
