@@ -112,8 +112,10 @@ bool plan_persistent(BwdPlan& plan) {
         return plan_persistent_kernel<Rows>(2, plan);
     }
     for (int cluster_size = 1; cluster_size <= Arch::kMaxClusterSize; cluster_size *= 2) {
-        if (packs <= cluster_size * kPacksPerCta) {
-            return plan_persistent_kernel<Rows>(cluster_size, plan);
+        // More CTAs where one has no memory for two steps.
+        if (packs <= cluster_size * kPacksPerCta &&
+            plan_persistent_kernel<Rows>(cluster_size, plan)) {
+            return true;
         }
     }
     return false;
@@ -127,6 +129,7 @@ void plan_loop(bool is_aligned, BwdPlan& plan) {
     const NormBwdParams& params = plan.params.params;
     const NormProblem& problem = params.problem;
     constexpr int kPack = pack_size(kXDType);
+    plan.shape = LaunchShape();  // nothing of a plan that did not fit
     plan.kernel = is_aligned ? &norm_bwd_loop_kernel<kXDType, kPack, Arch>
                              : &norm_bwd_loop_kernel<kXDType, 1, Arch>;
     // Each thread one pack of a row, if there are few rows: there are threads enough.

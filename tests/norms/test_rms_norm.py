@@ -97,6 +97,15 @@ def test_residual(kernel, place, residual, with_dresidual_out, hidden_size):
     )
 
 
+@pytest.mark.parametrize("hidden_size", [8192, 16384, 65536])
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_residual_of_many_long_rows(kernel, place, norm, hidden_size):
+    # Enough rows to be walked over, and three tensors to read, of which two steps may not fit in a
+    # multiprocessor's memory.
+    inputs = make_inputs(place, (131, hidden_size), has_residual=True)
+    check(kernel, norm, inputs, with_dresidual_out=True, residual_in_fp32=True)
+
+
 @pytest.mark.parametrize("casting_mode", MODES)
 def test_residual_in_each_casting_mode(kernel, place, casting_mode):
     inputs = make_inputs(place, (19, 256), has_residual=True)
