@@ -80,9 +80,9 @@ class TallTiles {
     }
     __device__ __forceinline__ static void convert(const unsigned char* source,
                                                    unsigned char* destination, int begin, int end) {
-        convert_float8_tile<typename Config::Tile, typename Config::KvTile>(
-            source, destination, begin, end, static_cast<int>(threadIdx.x),
-            Config::kConsumerThreads);
+        convert_float8_tile<typename Config::Tile, typename Config::KvTile,
+                            Config::kConsumerThreads>(source, destination, begin, end,
+                                                      static_cast<int>(threadIdx.x));
     }
 
     Storage& shared_;
