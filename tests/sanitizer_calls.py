@@ -198,6 +198,33 @@ def float8_cache() -> None:
                 torch.cuda.synchronize()
 
 
+def both_kinds() -> None:
+    """Forward passes of packed batches that two kinds of kernel share, of few tiles, of expanded
+    keys, and of more tiles than multiprocessors."""
+    batches = (
+        ([600, *[1] * 20, 0, 3], [9] * 23),
+        ([1, 200, 0, 2], [3000, 200, 10, 1500]),
+        ([50] * 4,) * 2,
+    )
+    for head_dims in chosen((64, 64), (128, 128), (256, 256)):
+        for lengths in batches:
+            cu_seqlens_q, cu_seqlens_k = (
+                torch.tensor([0, *x]).cumsum(0).to(torch.int32).cuda() for x in lengths
+            )
+            q = randn(sum(lengths[0]) + 3, 4, head_dims[0], grad=False)
+            k, v = (randn(sum(lengths[1]) + 3, 2, dim, grad=False) for dim in head_dims)
+            for keys in (k, k[:, :1].expand(k.shape)):
+                say("both kinds", head_dims, len(lengths[0]), keys.stride(1))
+                kernel.flash_attn_varlen_func(
+                    q, keys, v, cu_seqlens_q, cu_seqlens_k, 600, 3000, causal=True
+                )
+                torch.cuda.synchronize()
+        say("claims", head_dims)
+        q, k, v = (randn(4, 300, 16, dim, grad=False) for dim in (head_dims[0], *head_dims))
+        kernel.flash_attn_func(q, k, v, causal=True)
+        torch.cuda.synchronize()
+
+
 def norms() -> None:
     for hidden_size in (100, 128, 1024, 4096, 16384, 65536):
         for rows in (3, 200):
@@ -215,6 +242,7 @@ GROUPS = {
     "kvcache": kvcache,
     "cache_tiles": cache_tiles,
     "float8_cache": float8_cache,
+    "both_kinds": both_kinds,
     "norms": norms,
 }
 

@@ -67,10 +67,14 @@ bool uses_hopper_bwd(const AttentionBwdParams& params, const DeviceLimits& devic
     return may_use_hopper(params.problem, device) && sm90::can_run_bwd(params);
 }
 
-KvCacheAttentionParams cache_call(const AttentionFwdParams& params) {
+/// `rows`: see rows_of_cache_call().
+KvCacheAttentionParams cache_call(const AttentionFwdParams& params, int64_t rows) {
     KvCacheAttentionParams call = as_cache_call(params);
+    if (rows != kAllRows) call.most_rows = rows;
     if (params.problem.is_packed()) {
-        call.num_splits = cuda::attention_kvcache_num_splits(as_mean_cache_call(params));
+        KvCacheAttentionParams mean_call = as_mean_cache_call(params);
+        mean_call.most_rows = call.most_rows;
+        call.num_splits = cuda::attention_kvcache_num_splits(mean_call);
     }
     return call;
 }
@@ -113,24 +117,28 @@ namespace cuda {
 
 int64_t attention_fwd_workspace_bytes(const AttentionFwdParams& params) {
     const DeviceLimits& device = attention_device_limits();
-    if (runs_as_cache_call(params, device.num_sms)) {
-        return attention_kvcache_workspace_bytes(cache_call(params));
+    const bool hopper = uses_hopper_fwd(params, device);
+    const int64_t cache_rows = rows_of_cache_call(params, device.num_sms, hopper);
+    if (cache_rows == kAllRows) {
+        return attention_kvcache_workspace_bytes(cache_call(params, cache_rows));
     }
-    return uses_hopper_fwd(params, device) ? sm90::fwd_workspace_bytes(params) : 0;
+    return hopper ? sm90::fwd_workspace_bytes(params) : 0;
 }
 
 void attention_fwd(const AttentionFwdParams& params, void* stream) {
     const DeviceLimits& device = attention_device_limits();
-    if (runs_as_cache_call(params, device.num_sms)) {
-        return attention_kvcache(cache_call(params), stream);
-    }
-    const auto cuda_stream = static_cast<cudaStream_t>(stream);
     const bool hopper = uses_hopper_fwd(params, device);
+    const int64_t cache_rows = rows_of_cache_call(params, device.num_sms, hopper);
+    if (cache_rows > 0) attention_kvcache(cache_call(params, cache_rows), stream);
+    if (cache_rows == kAllRows) return;
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
     with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
         constexpr int kHeadDim = head_dim.value, kHeadDimV = head_dim_v.value;
         if constexpr (kHeadDim <= 256) {
             if (hopper) {
-                return sm90::launch_fwd<kHeadDim, kHeadDimV>(params, device.num_sms, cuda_stream);
+                AttentionFwdParams rest = params;
+                rest.least_rows = cache_rows + 1;
+                return sm90::launch_fwd<kHeadDim, kHeadDimV>(rest, device.num_sms, cuda_stream);
             }
         }
         sm80::launch_fwd<kHeadDim, kHeadDimV>(params, {}, device, cuda_stream);

@@ -81,6 +81,7 @@ struct AttentionFwdParams {
     const void* v =
         nullptr;  // dense [batch_size, seqlen_k, num_heads_kv, head_dim_v], packed [total_k, ...]
     TensorStrides q_strides, k_strides, v_strides;
+    int64_t least_rows = 0;  // packed: sequences of fewer rows are left out, for other kernels
 
     void* out = nullptr;  // like q, with head_dim_v; contiguous
     float* softmax_lse =
@@ -211,7 +212,9 @@ struct KvCacheAppendParams {
 struct KvCacheAttentionParams {
     AttentionProblem problem;
     KvCacheLayout cache;
-    int num_splits = 0;  // parts that the keys of a sequence are cut into at most; 0: own choice
+    int num_splits = 0;     // parts that the keys of a sequence are cut into at most; 0: own choice
+    int64_t most_rows = 0;  // packed: sequences of more rows are left out, for other kernels, and
+                            // no workspace is needed; 0: none is
 
     const void* q = nullptr;  // shape as in AttentionFwdParams
     TensorStrides q_strides;

@@ -67,9 +67,9 @@ inline bool is_faster_as_cache_call(const AttentionFwdParams& params, int num_sm
     return rows <= 64 && problem.group_size() > 1;  // K and V are read once for a group
 }
 
-/// True when the kernels of decode/ take the call. They count in 32 bits, and have no dropout and
-/// no bias; for a diagnosis they count as kernels of one card.
-inline bool runs_as_cache_call(const AttentionFwdParams& params, int num_sms) {
+/// Whether the kernels of decode/ have all that the call needs. They count in 32 bits, and have no
+/// dropout and no bias; for a diagnosis they count as kernels of one card.
+inline bool can_run_as_cache_call(const AttentionFwdParams& params) {
     const AttentionProblem& problem = params.problem;
     if (problem.batch_size == 0 || problem.force_portable) return false;
     if (problem.dropout_p > 0.0f || problem.attn_bias != nullptr) return false;
@@ -78,7 +78,27 @@ inline bool runs_as_cache_call(const AttentionFwdParams& params, int num_sms) {
     const int64_t rows =
         problem.is_packed() ? problem.total_q : problem.batch_size * problem.seqlen_q;
     return keys < kLargest && problem.batch_size <= kLargest / problem.num_heads_kv &&
-           rows <= kLargest / problem.num_heads_q && is_faster_as_cache_call(params, num_sms);
+           rows <= kLargest / problem.num_heads_q;
+}
+
+constexpr int64_t kAllRows = int64_t{1} << 62;
+
+/// Sequences of up to how many query rows the kernels of decode/ take; 0: none, kAllRows: the call.
+/// `can_share`: other kernels can take the longer ones of a packed call. Its lengths are not known
+/// here, but where sequences of both kinds may matter, as many rows or keys are left over if each
+/// has one: a prompt among steps of generation, or these among prompts.
+inline int64_t rows_of_cache_call(const AttentionFwdParams& params, int num_sms, bool can_share) {
+    if (!can_run_as_cache_call(params)) return 0;
+    const AttentionProblem& problem = params.problem;
+    const bool all = is_faster_as_cache_call(params, num_sms);
+    const int64_t rows = decode::packed_rows_per_sequence(problem), group = problem.group_size();
+    const int64_t tile = (all ? rows : group) <= 16 ? 16 : 64;  // of their kernels
+    constexpr int64_t kManyRows = 512, kManyKeys = 4096;
+    const bool shares = can_share && problem.is_packed() && problem.batch_size > 1 &&
+                        group <= tile && rows <= (all ? tile : kAllRows) &&
+                        (all ? problem.total_q - problem.batch_size >= kManyRows
+                             : group > 1 && problem.total_k - problem.total_q >= kManyKeys);
+    return shares ? tile / group : all ? kAllRows : 0;
 }
 
 }  // namespace flash_attn_norm

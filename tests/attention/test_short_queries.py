@@ -69,6 +69,22 @@ def test_packed(kernel, place, lengths, causal):
     check(kernel, inputs, dsoftmax_lse=random_dlse(inputs), causal=causal)
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("heads", [(8, 2), (2, 2), (20, 1)], ids=str)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        ([600, *[1] * 40, 0, 3], [600, *[9] * 40, 7, 300]),  # the mean is a step's
+        ([*[1] * 30, 700, 16, 17, 65, 4, 5], [*[5] * 30, 700, 16, 0, 65, 4, 400]),
+        ([1, 130, 0, 2, 16], [3000, 130, 10, 2000, 0]),  # the mean is a prompt's
+    ],
+    ids=["prompt among steps", "all lengths", "steps among prompts"],
+)
+def test_packed_batches_of_both_kinds(kernel, bf16_place, lengths, heads, causal):
+    inputs = make_packed(bf16_place, *lengths, heads=heads, more_rows=3)
+    check(kernel, inputs, dsoftmax_lse=random_dlse(inputs), causal=causal)
+
+
 def test_neighbours_in_a_packed_tensor_may_be_anything(kernel, bf16_place):
     inputs = make_packed(bf16_place, [1, 2, 1], [100, 33, 64], heads=(8, 2), more_rows=9)
     clean = run_ours(kernel, inputs, causal=True)["out"]

@@ -222,6 +222,7 @@ KvCacheAttentionParams cache_params_of(const py::dict& dict) {
     fields.number("is_paged", params.cache.is_paged);
     fields.pointer("cache_seqlens", params.cache.cache_seqlens);
     fields.number("num_splits", params.num_splits);
+    fields.number("most_rows", params.most_rows);
     return params;
 }
 
@@ -352,8 +353,9 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
     module.def("divide", [](uint32_t number, int64_t divisor) {
         return decode::Divisor::of(divisor).divide(number);
     });
-    module.def("runs_as_cache_call", [](const py::dict& call, int num_sms) {
-        return runs_as_cache_call(fwd_params_of(call), num_sms);
+    module.attr("kAllRows") = kAllRows;
+    module.def("rows_of_cache_call", [](const py::dict& call, int num_sms, bool can_share) {
+        return rows_of_cache_call(fwd_params_of(call), num_sms, can_share);
     });
     module.def("cache_call_keys", &cache_call_keys);
     module.def("plan_splits", &plan_splits);

@@ -41,11 +41,11 @@ py::dict dict_of(const FwdWork& work) {
 
 /// The tiles of a packed problem in one of the lists, as the device makes them.
 std::vector<PackedTile> packed_tiles(const AttentionProblem& problem, int block_m, int short_rows,
-                                     bool of_short) {
+                                     bool of_short, int64_t least_rows) {
     std::vector<PackedTile> tiles;
     if (!problem.is_packed()) return tiles;
     for (int sequence = 0; sequence <= problem.batch_size; ++sequence) {
-        const TileCounts counts = tile_counts(problem, sequence, block_m, short_rows);
+        const TileCounts counts = tile_counts(problem, sequence, block_m, short_rows, least_rows);
         const int count = of_short ? counts.in_short : counts.in_long;
         for (int block = 0; block < count; ++block) tiles.push_back(PackedTile{sequence, block});
     }
@@ -54,9 +54,11 @@ std::vector<PackedTile> packed_tiles(const AttentionProblem& problem, int block_
 
 /// The tiles that have rows, in the order of the walk.
 std::vector<py::dict> walk_tiles(const AttentionProblem& problem, int block_m, int block_n,
-                                 int short_rows = 0, bool of_short = false) {
+                                 int short_rows = 0, bool of_short = false,
+                                 int64_t least_rows = 0) {
     FwdTileWalk walk = FwdTileWalk::make(problem, block_m);
-    const std::vector<PackedTile> list = packed_tiles(problem, block_m, short_rows, of_short);
+    const std::vector<PackedTile> list =
+        packed_tiles(problem, block_m, short_rows, of_short, least_rows);
     const int listed = static_cast<int>(list.size());
     if (problem.is_packed()) {
         walk.list = FwdTileList{list.data(), &listed};
@@ -90,7 +92,8 @@ std::vector<py::dict> fwd_tiles_packed(const std::vector<int32_t>& cu_seqlens_q,
                                        const std::vector<int32_t>& cu_seqlens_k, int64_t total_q,
                                        int64_t total_k, int num_heads,
                                        std::tuple<int64_t, int64_t> window, int block_m,
-                                       int block_n, int short_rows, bool of_short) {
+                                       int block_n, int short_rows, bool of_short,
+                                       int64_t least_rows) {
     AttentionProblem problem;
     problem.batch_size = static_cast<int64_t>(cu_seqlens_q.size()) - 1;
     problem.total_q = total_q;
@@ -100,7 +103,7 @@ std::vector<py::dict> fwd_tiles_packed(const std::vector<int32_t>& cu_seqlens_q,
     problem.cu_seqlens_q = cu_seqlens_q.data();
     problem.cu_seqlens_k = cu_seqlens_k.data();
     std::tie(problem.window_left, problem.window_right) = window;
-    return walk_tiles(problem, block_m, block_n, short_rows, of_short);
+    return walk_tiles(problem, block_m, block_n, short_rows, of_short, least_rows);
 }
 
 /// Byte offset of every unit of 16 bytes: [row][unit].
@@ -185,7 +188,7 @@ void bind_sm90(py::module_& module) {
     module.def("fwd_tiles_packed", &fwd_tiles_packed, py::arg("cu_seqlens_q"),
                py::arg("cu_seqlens_k"), py::arg("total_q"), py::arg("total_k"),
                py::arg("num_heads"), py::arg("window"), py::arg("block_m"), py::arg("block_n"),
-               py::arg("short_rows") = 0, py::arg("of_short") = false);
+               py::arg("short_rows") = 0, py::arg("of_short") = false, py::arg("least_rows") = 0);
     module.attr("kShortRows") = kShortRows;
     module.attr("kShortKeys") = kShortKeys;
     module.def("bwd_tiles", &bwd_tiles);

@@ -1,6 +1,7 @@
 """Which calls go to the kernels of the key-value cache, and where these find their keys."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -33,7 +34,9 @@ def packed_call(cu_seqlens_q, cu_seqlens_k, heads=(32, 8), **more):
 
 
 def is_short(native, call: dict, num_sms: int = 132) -> bool:
-    return native.runs_as_cache_call(call, num_sms)
+    rows = native.rows_of_cache_call(call, num_sms, False)
+    assert rows in (0, native.kAllRows)
+    return rows != 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 100])
@@ -65,6 +68,56 @@ def test_the_mean_of_a_packed_batch_counts(native):
     assert is_short(native, call)
     call, _tensors = packed_call([0, 1, 4000], [0, 1, 4000])
     assert not is_short(native, call)
+
+
+def shared_rows(native, lengths_q, lengths_k, heads=(32, 8)) -> int:
+    bounds = ([0, *itertools.accumulate(lengths)] for lengths in (lengths_q, lengths_k))
+    call, _tensors = packed_call(*bounds, heads)
+    rows = native.rows_of_cache_call(call, 132, True)
+    return -1 if rows == native.kAllRows else rows
+
+
+def test_a_batch_that_may_hold_both_kinds_is_shared_out(native):
+    steps = [1] * 300
+    assert shared_rows(native, [4096, *steps], [4096, *steps]) == 16
+    assert shared_rows(native, [700, *steps], [700, *steps]) == 4
+    assert shared_rows(native, [700, *steps], [700, *steps], (8, 8)) == 16
+    assert shared_rows(native, [8192, 1, 1], [8192, 5000, 5000]) == 4
+    assert shared_rows(native, [8192, 1, 1], [8192, 5000, 5000], (64, 2)) == 2
+    assert shared_rows(native, [8192, 1, 1], [8192, 5000, 5000], (128, 1)) == 0
+    assert shared_rows(native, [8192, 1, 1], [8192, 5000, 5000], (8, 8)) == 0
+
+
+def test_a_batch_of_one_kind_is_not(native):
+    assert shared_rows(native, [1] * 300, [2000] * 300) == -1
+    assert shared_rows(native, [4] * 32, [2000] * 32) == -1
+    assert shared_rows(native, [1024] * 16, [1024] * 16) == 0
+    assert shared_rows(native, [1024], [9000]) == 0
+
+
+def test_each_row_of_a_shared_batch_belongs_to_one_kind_of_kernel(native):
+    generator = random.Random(0)
+    for _ in range(30):
+        lengths = [generator.choice([0, 1, 3, 4, 5, 64, 65, 200]) for _ in range(6)]
+        cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        total, bounds = int(cu_seqlens[-1]) + 9, cu_seqlens.tolist()
+        call = call_of(0, 0, (8, 2), 6) | {"total_q": total, "most_rows": 4, "head_dim_v": 64}
+        call |= {"cu_seqlens_q": cu_seqlens.data_ptr(), "num_entries": 1, "entry_rows": 64}
+        shape = {"block_m": 16, "tile_keys": 16, "num_sms": 132, "max_cluster": 8}
+        assert native.plan_splits(call, shape)[3] == 0  # no workspace
+        found = []
+        for _, head, first, count, row_q, _ in native.split_blocks(call, shape):
+            assert first == 0
+            found += [(head, row_q + row) for row in range(count // 4)]
+        assert len(found) == 2 * sum(length for length in lengths if length <= 4)
+        for of_short in (False, True):
+            for tile in native.fwd_tiles_packed(
+                bounds, bounds, total, total, 2, (-1, -1), 64, 64, 64, of_short, least_rows=5
+            ):
+                first = tile["row_q"] + 64 * tile["block"]
+                last = min(first + 64, tile["row_q"] + tile["seqlen_q"])
+                found += [(tile["head"], row) for row in range(first, last)]
+        assert sorted(found) == list(itertools.product(range(2), range(total)))
 
 
 @pytest.mark.parametrize(

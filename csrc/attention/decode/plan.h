@@ -72,6 +72,12 @@ inline int64_t packed_rows_per_sequence(const AttentionProblem& problem) {
     return rows * problem.group_size();
 }
 
+/// The same of a call that may leave sequences out.
+inline int64_t packed_rows_per_sequence(const KvCacheAttentionParams& params) {
+    return params.most_rows > 0 ? params.most_rows * params.problem.group_size()
+                                : packed_rows_per_sequence(params.problem);
+}
+
 /// Keys that a sequence has at most, and that its rows see at most through a window.
 inline int64_t max_visible_keys(const KvCacheAttentionParams& params) {
     const AttentionProblem& problem = params.problem;
@@ -96,6 +102,7 @@ constexpr double kClusterCombine = 1.0;
 struct SplitSlots {
     int64_t count = 1;
     int max_cluster = 1;
+    bool only_clusters = false;  // no splits that leave their parts in a workspace
     double card_rate = kSmRate;
     double partial_bytes = 0.0;  // of a split, written and read
     double cta_rate = kCtaRate;
@@ -128,6 +135,7 @@ inline int choose_num_splits(int64_t tiles, int64_t keys, double key_bytes, int6
     int best = 1;
     double best_time = 0.0;
     for (int splits = 1; splits <= std::min<int64_t>(steps, kMaxSplits); ++splits) {
+        if (slots.only_clusters && splits > 1 && !fits_cluster(tiles, splits, slots)) break;
         const int64_t share = (steps + splits - 1) / splits * step_keys;
         const double bytes = static_cast<double>(share) * key_bytes;
         double time = split_time(tiles * splits, bytes, slots);
@@ -152,8 +160,11 @@ inline SplitPlan plan_splits(const KvCacheAttentionParams& params, const SplitSh
         return (rows * group + shape.block_m - 1) / shape.block_m;
     };
     SplitPlan plan;
-    int64_t used_tiles;  // those that packed sequences of equal length would fill
-    if (problem.is_packed()) {
+    int64_t used_tiles;          // those that packed sequences of equal length would fill
+    if (params.most_rows > 0) {  // one for each sequence, which may stay unused
+        plan.total_rows = problem.total_q * problem.num_heads_q;
+        plan.row_tiles = used_tiles = problem.batch_size;
+    } else if (problem.is_packed()) {
         plan.total_rows = problem.total_q * problem.num_heads_q;
         plan.row_tiles = problem.total_q == 0
                              ? 0
@@ -176,6 +187,7 @@ inline SplitPlan plan_splits(const KvCacheAttentionParams& params, const SplitSh
     SplitSlots slots;
     slots.count = int64_t{shape.num_sms} * (one_each ? 1 : shape.ctas_per_sm);
     slots.max_cluster = shape.max_cluster;
+    slots.only_clusters = params.most_rows > 0;
     slots.card_rate = kSmRate * shape.num_sms;
     slots.cta_rate = one_each ? kLargeCtaRate : kCtaRate;
     slots.partial_bytes = 8.0 * static_cast<double>(plan.total_rows) * problem.head_dim_v;
@@ -187,6 +199,7 @@ inline SplitPlan plan_splits(const KvCacheAttentionParams& params, const SplitSh
         plan.num_splits = choose_num_splits(tiles, keys, key_bytes, step_keys, slots);
     }
     plan.in_cluster = fits_cluster(tiles, plan.num_splits, slots);
+    if (slots.only_clusters && !plan.in_cluster) plan.num_splits = 1;
     return plan;
 }
 

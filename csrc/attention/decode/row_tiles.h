@@ -110,8 +110,14 @@ FAN_HOST_DEVICE bool find_block(const SplitParams& params, uint32_t index, int b
     int tile_in_sequence;
     block.kv_head = static_cast<int>(index - tile * params.num_heads_kv.value);
     if (params.is_packed()) {
-        block.batch = batch_of_row_tile(params, static_cast<int>(tile), block_m);
-        tile_in_sequence = static_cast<int>(tile) - first_row_tile(params, block.batch, block_m);
+        if (params.most_rows > 0) {
+            block.batch = static_cast<int>(tile);
+            tile_in_sequence = 0;
+        } else {
+            block.batch = batch_of_row_tile(params, static_cast<int>(tile), block_m);
+            tile_in_sequence =
+                static_cast<int>(tile) - first_row_tile(params, block.batch, block_m);
+        }
         RowRange rows;
         if (block.batch < params.batch_size) {
             rows = packed_rows(params.cu_seqlens_q, block.batch, params.total_q);
@@ -132,6 +138,7 @@ FAN_HOST_DEVICE bool find_block(const SplitParams& params, uint32_t index, int b
     block.first_row = tile_in_sequence * block_m;
     block.num_rows = block.seqlen_q * static_cast<int>(params.group_size.value) - block.first_row;
     if (tile_in_sequence < 0 || block.num_rows <= 0) return false;
+    if (params.most_rows > 0 && block.seqlen_q > params.most_rows) return false;
     if (block.batch < params.batch_size && params.cache.num_entries > 0) {
         const IndexRange positions = kv_positions(params.cache, block.batch);
         block.first_position = static_cast<int>(positions.begin);

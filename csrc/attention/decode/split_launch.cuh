@@ -16,7 +16,7 @@ namespace decode {
 template <class Arch, int kHeadDim, int kHeadDimV, class Fn>
 void with_split_config(const KvCacheAttentionParams& params, Fn&& fn) {
     const AttentionProblem& problem = params.problem;
-    dispatch_bool(packed_rows_per_sequence(problem) <= 16, [&](auto few_rows) {
+    dispatch_bool(packed_rows_per_sequence(params) <= 16, [&](auto few_rows) {
         constexpr bool kFewRows = decltype(few_rows)::value;
         if constexpr (kHeadDim <= 256) {  // decode.cu refuses others
             if (params.cache.is_float8) {

@@ -30,6 +30,7 @@ struct SplitParams {
     DType dtype = DType::kBFloat16;          // of q and out
     const int32_t* cu_seqlens_q = nullptr;   // [batch_size + 1]; null: dense
     int64_t total_q = 0;
+    int most_rows = 0;  // packed: a row tile for each sequence, of which longer ones are left out
 
     int window_left = -1, window_right = -1;  // -1: all
     KvCacheLayout cache;
@@ -73,6 +74,7 @@ struct SplitParams {
         p.dtype = problem.dtype;
         p.cu_seqlens_q = problem.cu_seqlens_q;
         p.total_q = problem.total_q;
+        p.most_rows = static_cast<int>(params.most_rows);
         p.window_left = window(problem.window_left);
         p.window_right = window(problem.window_right);
         // The last row sees all keys to its right: with one row there is no bound.

@@ -14,7 +14,8 @@ struct FwdArguments {
     CUtensorMap map_out;              // boxes of the rows that are stored at once
     AttentionFwdParams params;
     FwdTileWalk walk;
-    int* tile_counter = nullptr;  // zero at the start; null: tiles are dealt out in turn
+    bool lists_few_tiles = false;  // packed: the kernel lists its tiles itself
+    int* tile_counter = nullptr;   // zero at the start; null: tiles are dealt out in turn
 };
 
 }  // namespace sm90

@@ -78,6 +78,10 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
 /// kBandedShort serves up to this many keys.
 constexpr int kFewKeys = 1024;
 
+/// At head dim 256 up to so many keys are met in kBanded's blocks of 64 without a band, too: the
+/// last of kFull's blocks of 80 would be filled by less than half.
+constexpr int kFewFullKeys = 512;
+
 /// Whether there are kernels of body kShort: with several CTAs on a multiprocessor ptxas has 128
 /// registers for an instruction, and one product at head dim 256 takes more.
 constexpr bool has_short_kernels(int head_dim) {
@@ -90,6 +94,10 @@ constexpr int longest_short_sequence(int head_dim) {
     return !has_short_kernels(head_dim) ? 0 : head_dim == 64 ? 2 * kShortRows : kShortRows;
 }
 
+inline bool has_band(const AttentionProblem& problem) {
+    return problem.window_left >= 0 || problem.window_right >= 0;
+}
+
 /// The body that has code for all that a call needs and no more. `head_dim` is that of the size
 /// class.
 inline FwdBody fwd_body(const AttentionProblem& problem, int head_dim) {
@@ -100,7 +108,10 @@ inline FwdBody fwd_body(const AttentionProblem& problem, int head_dim) {
         has_short_kernels(head_dim)) {
         return FwdBody::kShort;
     }
-    if (problem.window_left < 0 && problem.window_right < 0) return FwdBody::kFull;
+    if (!has_band(problem)) {
+        const bool smaller_blocks = head_dim == 256 && dense && problem.seqlen_k <= kFewFullKeys;
+        return smaller_blocks ? FwdBody::kBanded : FwdBody::kFull;
+    }
     return head_dim == 64 && dense && problem.seqlen_k <= kFewKeys ? FwdBody::kBandedShort
                                                                    : FwdBody::kBanded;
 }

@@ -14,6 +14,7 @@
 #include "attention/sm90/fwd_shared_storage.h"
 #include "attention/sm90/fwd_work.h"
 #include "attention/sm90/warpgroup_mma.cuh"
+#include "ptx/grid_dependency.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/shared_address.cuh"
@@ -366,7 +367,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         ptx::prefetch_tensormap(&arguments.map_v);
         ptx::prefetch_tensormap(&arguments.map_out);
     }
+    // Here and not in the scheduler's branch, which has few registers
+    if (arguments.lists_few_tiles && threadIdx.x / 32 == 1) {
+        list_few_tiles(shared, arguments.params);
+    }
     __syncthreads();
+    if (arguments.walk.list.tiles == nullptr) {  // else the scheduler waits, for the list
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
+    }
     if (warpgroup == 0) {
         ptx::setmaxnreg_dec<Config::kProducerRegisters>();
         if (threadIdx.x == 0) {

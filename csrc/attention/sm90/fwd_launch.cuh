@@ -41,7 +41,7 @@ FwdArguments fwd_arguments(const AttentionFwdParams& params) {
     return arguments;
 }
 
-/// `lists`: of a packed call, null for a dense one.
+/// `lists`: of a packed call; null for a dense one, and for a packed one that lists_few_tiles().
 template <class Config>
 void launch_fwd_config(const AttentionFwdParams& params, const FwdTileLists* lists, int num_sms,
                        cudaStream_t stream) {
@@ -53,18 +53,21 @@ void launch_fwd_config(const AttentionFwdParams& params, const FwdTileLists* lis
     FwdArguments arguments = fwd_arguments<Config>(params);
     arguments.walk = walk;
     if (lists != nullptr) arguments.walk.list = kShort ? lists->short_list() : lists->long_list();
+    arguments.lists_few_tiles = params.problem.is_packed() && lists == nullptr;
     // Tiles of one length are dealt out in turn; others are claimed one by one.
     if (lists != nullptr) {
         if (!kShort) arguments.tile_counter = lists->counter;
-    } else if (Config::kBanded && !kShort && tiles > grid) {
+    } else if (has_band(params.problem) && !kShort && tiles > grid) {
         arguments.tile_counter = static_cast<int*>(params.workspace);
-        FAN_CUDA_CHECK(cudaMemsetAsync(arguments.tile_counter, 0, sizeof(int), stream));
+        reset_tile_counter(arguments.tile_counter, stream);
     }
     static std::atomic<uint64_t> allowed{0};
     allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>),
                         sizeof(FwdSharedStorage<Config>), current_device_limits().device, allowed);
     constexpr int kBytes = sizeof(FwdSharedStorage<Config>);
-    if (lists != nullptr) {
+    // Measured: in a call without either it gains nothing, but with grouped heads.
+    if (lists != nullptr || arguments.tile_counter != nullptr ||
+        (!params.problem.is_packed() && params.problem.group_size() > 1)) {
         return launch_dependent(fwd_kernel<Config>, grid, Config::kThreads, kBytes, stream,
                                 "attention forward", arguments);
     }
@@ -105,9 +108,26 @@ struct FwdLauncher {
     }
 
     static int block_m(FwdBody body) {
-        return body == FwdBody::kFull      ? Config<FwdBody::kFull>::kBlockM
+        return body == FwdBody::kShort     ? kShortRows
+               : body == FwdBody::kFull    ? Config<FwdBody::kFull>::kBlockM
                : body == FwdBody::kGeneral ? Config<FwdBody::kGeneral>::kBlockM
                                            : Config<FwdBody::kBanded>::kBlockM;
+    }
+
+    /// Where tiles are so few that a CTA has one at most, smaller ones are done sooner, unless a
+    /// sequence may have many keys.
+    FwdBody of_few_tiles(FwdBody body) const {
+        const bool may_be_short = has_short_kernels(kHeadDim) && body != FwdBody::kGeneral &&
+                                  params.problem.total_k <= 4 * kShortKeys;
+        return may_be_short ? FwdBody::kShort : body;
+    }
+
+    /// Whether each CTA has a tile at most and lists them all itself, so that one launch does.
+    bool lists_few_tiles(FwdBody body) const {
+        const AttentionProblem& problem = params.problem;
+        const int64_t tiles = BlockSlots::queries(problem, block_m(body)).count();
+        return problem.batch_size <= kFewSequences && tiles <= kFewTiles &&
+               tiles * problem.num_heads_q <= num_sms;
     }
 
     /// A kernel for the short sequences and one for the others, for any mixture of them. Not worth
@@ -116,9 +136,14 @@ struct FwdLauncher {
         constexpr int64_t kManyRows = 192;
         const AttentionProblem& problem = params.problem;
         if (problem.total_q == 0) return;
+        const FwdBody few_body = of_few_tiles(body);
+        if (lists_few_tiles(few_body)) return launch(few_body, nullptr);
         FwdTileLists lists = FwdTileLists::carve(problem, params.workspace);
         lists.block_m = block_m(body);
-        if (body != FwdBody::kGeneral && problem.total_q <= kManyRows * problem.batch_size &&
+        lists.least_rows = params.least_rows;
+        const bool shared = params.least_rows > 1;  // most of the short ones are left out
+        if (body != FwdBody::kGeneral && !shared &&
+            problem.total_q <= kManyRows * problem.batch_size &&
             problem.batch_size * problem.num_heads_q > num_sms) {
             lists.short_rows = longest_short_sequence(kHeadDim);
         }

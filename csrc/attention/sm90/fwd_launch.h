@@ -17,6 +17,10 @@ int64_t fwd_workspace_bytes(const AttentionFwdParams& params);
 
 struct FwdTileLists;
 
+/// Sets a counter of claimed tiles to 0, by a kernel: it starts beside the end of the one before,
+/// and beside it the one that claims. A memset allows neither.
+void reset_tile_counter(int* counter, cudaStream_t stream);
+
 /// Sets the counter to 0 and fills the lists, sequence after sequence.
 void list_packed_tiles(const AttentionProblem& problem, const FwdTileLists& lists,
                        cudaStream_t stream);

@@ -105,6 +105,31 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
     }
 }
 
+/// Lists the tiles of a packed call that has few of them. One warp.
+template <class Config>
+__device__ __forceinline__ void list_few_tiles(FwdSharedStorage<Config>& shared,
+                                               const AttentionFwdParams& params) {
+    const AttentionProblem& problem = params.problem;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int count = 0;
+    if (lane <= static_cast<int>(problem.batch_size)) {
+        count = tile_counts(problem, lane, Config::kBlockM, /*short_rows=*/0, params.least_rows)
+                    .in_long;
+    }
+    int end = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(0xffffffffu, end, step);
+        if (lane >= step) end += before;
+    }
+    const int begin = end - count;
+    // cu_seqlens that do not ascend may ask for more tiles than there are rows for.
+    for (int i = begin; i < min(end, kFewTiles); ++i) {
+        shared.few_tiles[i] = PackedTile{lane, i - begin};
+    }
+    if (lane == 31) shared.num_few_tiles = min(end, kFewTiles);
+}
+
 /// The scheduler: one thread of another warp that finds the next tile and
 /// describes it to all.
 template <class Config>
@@ -112,8 +137,13 @@ __device__ __forceinline__ void schedule_tiles(FwdSharedStorage<Config>& shared,
                                                const FwdArguments& arguments) {
     const AttentionProblem& problem = arguments.params.problem;
     FwdTileWalk walk = arguments.walk;
-    if (walk.list.tiles != nullptr) ptx::griddepcontrol_wait();  // for the kernel that lists them
-    walk.load_count();
+    if (arguments.lists_few_tiles) {
+        walk.list.tiles = shared.few_tiles;
+        walk.blocks = shared.num_few_tiles;
+    } else {
+        if (walk.list.tiles != nullptr) ptx::griddepcontrol_wait();  // for the kernel that lists
+        walk.load_count();
+    }
     const int num_tiles = static_cast<int>(walk.count());
     const int stride = static_cast<int>(gridDim.x);
     const bool counted = arguments.tile_counter != nullptr;

@@ -26,6 +26,8 @@ struct FwdSharedStorage {
         out;
 
     FwdWork work;  // the current tile
+    PackedTile few_tiles[kFewTiles];
+    int num_few_tiles;
     Mbarrier work_full, work_empty;
     Mbarrier q_full[Config::kQStages], q_empty[Config::kQStages];
     Mbarrier k_full[Config::kStages], k_empty[Config::kStages];

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "attention/sm90/dependent_launch.h"
 #include "attention/sm90/fwd_launch.h"
 #include "attention/sm90/fwd_tile_list.h"
 #include "common/check.h"
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int first = 0; first < sequences; first += kThreads) {
         TileCounts counts;
         if (first + thread < sequences) {
-            counts = tile_counts(problem, first + thread, lists.block_m, lists.short_rows);
+            counts = tile_counts(problem, first + thread, lists.block_m, lists.short_rows,
+                                 lists.least_rows);
         }
         ends.scan(counts, thread);
         write_tiles(ends.in_long, first, lists.long_tiles + num_long, lists.capacity - num_long,
@@ -100,7 +102,18 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+__global__ void __launch_bounds__(1) reset_tile_counter_kernel(int* counter) {
+    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_wait();
+    *counter = 0;
+}
+
 }  // namespace
+
+void reset_tile_counter(int* counter, cudaStream_t stream) {
+    launch_dependent(reset_tile_counter_kernel, 1, 1, 0, stream, "attention forward's counter",
+                     counter);
+}
 
 void list_packed_tiles(const AttentionProblem& problem, const FwdTileLists& lists,
                        cudaStream_t stream) {

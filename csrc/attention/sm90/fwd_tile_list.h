@@ -21,6 +21,11 @@ struct alignas(8) PackedTile {
     int block;     // of query rows
 };
 
+/// So few tiles of so few sequences are listed by one warp of every CTA, in shared memory: a launch
+/// for it would take longer.
+constexpr int kFewTiles = 64;
+constexpr int kFewSequences = 31;  // a lane each, and one for the rows that no sequence covers
+
 /// Tiles in device memory. How many there are depends on the lengths, which the host does not know.
 struct FwdTileList {
     const PackedTile* tiles = nullptr;
@@ -33,9 +38,10 @@ struct FwdTileLists {
     int* counts = nullptr;  // of both lists
     PackedTile* long_tiles = nullptr;
     PackedTile* short_tiles = nullptr;
-    int capacity = 0;    // of each list
-    int block_m = 1;     // query rows of a long tile
-    int short_rows = 0;  // up to which a sequence is in the list of short ones; 0: none is
+    int capacity = 0;        // of each list
+    int block_m = 1;         // query rows of a long tile
+    int short_rows = 0;      // up to which a sequence is in the list of short ones; 0: none is
+    int64_t least_rows = 0;  // of a sequence in a list
 
     static constexpr int kHeaderBytes = 64;
 
@@ -60,16 +66,17 @@ struct FwdTileLists {
     FwdTileList short_list() const { return FwdTileList{short_tiles, counts + 1}; }
 };
 
-/// How many tiles of which list a sequence has; it is in one of them only.
+/// How many tiles of which list a sequence has; it is in one of them at most.
 struct TileCounts {
     int in_long = 0;
     int in_short = 0;
 };
 
 FAN_HOST_DEVICE TileCounts tile_counts(const AttentionProblem& problem, int64_t sequence,
-                                       int block_m, int short_rows) {
+                                       int block_m, int short_rows, int64_t least_rows) {
     const SeqlenInfo info = seqlen_info_or_uncovered(problem, sequence, /*of_queries=*/true);
     TileCounts counts;
+    if (info.seqlen_q < least_rows && sequence < problem.batch_size) return counts;
     if (info.seqlen_q <= short_rows && info.seqlen_k <= kShortKeys) {
         counts.in_short = static_cast<int>((info.seqlen_q + kShortRows - 1) / kShortRows);
     } else {

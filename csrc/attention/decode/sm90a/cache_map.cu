@@ -60,7 +60,7 @@ CUtensorMap cache_map(const KvCacheAttentionParams& params, const void* cache,
 bool bulk_takes_shapes(const KvCacheAttentionParams& params) {
     const AttentionProblem& problem = params.problem;
     const int larger = std::max(problem.head_dim, problem.head_dim_v);
-    return is_hopper() && larger <= 256 && packed_rows_per_sequence(problem) <= 16 &&
+    return is_hopper() && larger <= 256 && packed_rows_per_sequence(params) <= 16 &&
            has_rows(params.cache) &&
            bulk_copy_rows(params.cache, bulk_tile_keys(larger, params.cache.is_float8)) > 0;
 }
@@ -68,7 +68,7 @@ bool bulk_takes_shapes(const KvCacheAttentionParams& params) {
 bool tall_takes_shapes(const KvCacheAttentionParams& params) {
     const AttentionProblem& problem = params.problem;
     return is_hopper() && std::max(problem.head_dim, problem.head_dim_v) <= 256 &&
-           packed_rows_per_sequence(problem) > 16 && has_rows(params.cache) &&
+           packed_rows_per_sequence(params) > 16 && has_rows(params.cache) &&
            bulk_copy_rows(params.cache, kTallTileKeys) > 0;
 }
 

@@ -16,7 +16,7 @@ namespace decode {
 /// Calls fn(config) with the kernel for this call.
 template <int kHeadDim, class Fn>
 void with_tall_config(const KvCacheAttentionParams& params, Fn&& fn) {
-    dispatch_bool(packed_rows_per_sequence(params.problem) > 64, [&](auto more_rows) {
+    dispatch_bool(packed_rows_per_sequence(params) > 64, [&](auto more_rows) {
         constexpr int kConsumers = decltype(more_rows)::value ? 2 : 1;
         if (params.cache.is_float8) {
             fn(TallConfig<Float16, kHeadDim, true, kConsumers>{});
