@@ -91,8 +91,12 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
 /// Between bwd_preprocess and the main kernel of the portable path.
 void correct_delta(const AttentionBwdParams& params, const BwdPlan& plan,
                    const DeviceLimits& device, cudaStream_t stream) {
-    const DeltaCorrection correction{params.dout, params.dout_strides, plan.carve(params).delta,
-                                     plan.block_m};
+    const BwdWorkspace workspace = plan.carve(params);
+    float* const least_v_squares =
+        reinterpret_cast<float*>(static_cast<char*>(params.workspace) + workspace.total_bytes);
+    cuda::find_least_v_squares(params, least_v_squares, stream);
+    const DeltaCorrection correction{params.dout, params.dout_strides, workspace.delta,
+                                     plan.block_m, least_v_squares};
     with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
         sm80::launch_fwd<head_dim.value, head_dim_v.value>(forward_of(params), correction, device,
                                                            stream);
@@ -146,7 +150,8 @@ void attention_fwd(const AttentionFwdParams& params, void* stream) {
 }
 
 int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params) {
-    return plan_bwd(params, attention_device_limits()).carve(params).total_bytes;
+    const BwdPlan plan = plan_bwd(params, attention_device_limits());
+    return plan.carve(params).total_bytes + least_v_bytes(params);
 }
 
 DType bias_gradient_dtype(const AttentionBwdParams& params) {

@@ -1,12 +1,15 @@
 #pragma once
 
+#include <cstdint>
+
 #include "attention/params.h"
 #include "common/host_device.h"
 
 /// The backward pass takes delta = dout . out, and has `out` as it was stored. Without dropout a
 /// row whose attention is one key has out = v, which 16 bits hold; with it out is v / (1 -
 /// dropout_p), and the gradient of its score would be the rounding of that instead of 0. With
-/// dropout the output is therefore computed once more, and delta gets what rounding took.
+/// dropout the output of rows that may be such is therefore computed once more, and delta gets what
+/// rounding took.
 namespace flash_attn_norm {
 
 inline bool needs_delta_correction(const AttentionBwdParams& params) {
@@ -39,13 +42,27 @@ inline AttentionFwdParams forward_of(const AttentionBwdParams& params) {
 }
 
 /// What makes a call of the portable forward kernel that part of the backward pass: it stores no
-/// output, and adds dout . (output - out) to delta. An output that does not round to the stored one
-/// is another call's, or put together of several; its row elements add nothing.
+/// output, and adds dout . (output - out) to delta. An element of the output that does not round to
+/// the stored one belongs to another call, or is put together of several, and adds nothing.
 struct DeltaCorrection {
     const void* dout = nullptr;  // null: a forward pass
     TensorStrides dout_strides;
-    float* delta = nullptr;  // see BwdWorkspace; holds dout . out
-    int block_m = 0;         // of the backward pass' slots
+    float* delta = nullptr;                  // see BwdWorkspace; holds dout . out
+    int block_m = 0;                         // of the backward pass' slots
+    const float* least_v_squares = nullptr;  // [batch_size, num_heads_kv], see may_be_one_key
 };
+
+/// Bytes of least_v_squares; 0 if needs_delta_correction(params) is false.
+inline int64_t least_v_bytes(const AttentionBwdParams& params) {
+    return needs_delta_correction(params)
+               ? params.problem.batch_size * params.problem.num_heads_kv * int64_t{sizeof(float)}
+               : 0;
+}
+
+namespace cuda {
+/// Fills it: the least sum of squares of a row of v, of each sequence and head. `stream` is a
+/// cudaStream_t.
+void find_least_v_squares(const AttentionBwdParams& params, float* least_v_squares, void* stream);
+}  // namespace cuda
 
 }  // namespace flash_attn_norm

@@ -6,6 +6,7 @@
 #include "attention/element.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/params.h"
+#include "attention/row_squares.cuh"
 #include "attention/sm80/config.h"
 #include "attention/tile_copy.cuh"
 #include "attention/tile_scheduler.h"
@@ -123,6 +124,33 @@ template <class Element>
 __device__ __forceinline__ float lost_by_rounding(float output, uint16_t stored) {
     const bool is_its_own = static_cast<uint16_t>(Element::pack(output, 0.0f)) == stored;
     return is_its_own ? output - Element::to_float(stored) : 0.0f;
+}
+
+/// Whether any row of the block may have one key only; the same for all threads.
+template <class Config>
+__device__ __forceinline__ bool needs_correction(const AttentionFwdParams& params,
+                                                 const DeltaCorrection& correction,
+                                                 const FwdBlock& place) {
+    constexpr int kThreadsPerRow = 8;
+    const AttentionProblem& problem = params.problem;
+    if (place.batch == problem.batch_size) return false;  // rows that no sequence covers
+    const int64_t first_row = int64_t{place.block} * Config::kBlockM;
+    const int64_t out_stride = int64_t{problem.num_heads_q} * problem.head_dim_v;
+    const int64_t out_row = place.info.batch * problem.seqlen_q + place.info.row_q + first_row;
+    const uint16_t* out = static_cast<const uint16_t*>(params.out) + out_row * out_stride +
+                          int64_t{place.head} * problem.head_dim_v;
+    const int kv_head = place.head / problem.group_size();
+    const float least = correction.least_v_squares[place.batch * problem.num_heads_kv + kv_head];
+    bool found = false;
+#pragma unroll 1
+    for (int row = static_cast<int>(threadIdx.x) / kThreadsPerRow; row < Config::kBlockM;
+         row += Config::kThreads / kThreadsPerRow) {
+        const bool exists = first_row + row < place.info.seqlen_q;
+        const float squares = row_squares<typename Config::Element, kThreadsPerRow>(
+            out + row * out_stride, exists ? problem.head_dim_v / 8 : 0);
+        found |= exists && may_be_one_key(squares, least, problem.dropout_p);
+    }
+    return __syncthreads_or(found) != 0;
 }
 
 /// Normalises, and adds to delta what rounding took from dout . out.

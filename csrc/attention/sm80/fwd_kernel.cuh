@@ -172,6 +172,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
 
     FwdBlock place;
     if (!place.find(problem, Config::kBlockM)) return;
+    if constexpr (Config::kGeneral) {
+        if (correction.dout != nullptr && !needs_correction<Config>(params, correction, place)) {
+            return;
+        }
+    }
     const SeqlenInfo& info = place.info;
     const int first_row = place.block * Config::kBlockM;
     const int rows = static_cast<int>(info.seqlen_q) - first_row;
