@@ -64,7 +64,8 @@ bool uses_hopper_fwd(const AttentionFwdParams& params, const DeviceLimits& devic
 }
 
 bool uses_hopper_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
-    return may_use_hopper(params.problem, device) && sm90::can_run_bwd(params);
+    return may_use_hopper(params.problem, device) && !needs_delta_correction(params) &&
+           sm90::can_run_bwd(params);
 }
 
 /// `rows`: see rows_of_cache_call().

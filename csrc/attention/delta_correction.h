@@ -9,12 +9,22 @@
 /// row whose attention is one key has out = v, which 16 bits hold; with it out is v / (1 -
 /// dropout_p), and the gradient of its score would be the rounding of that instead of 0. With
 /// dropout the output of rows that may be such is therefore computed once more, and delta gets what
-/// rounding took.
+/// rounding took. So it is where sequences have few keys: there other terms (a sink, keys alike)
+/// may leave gradients of 0 or little, too, and no larger ones beside them; and it costs little.
 namespace flash_attn_norm {
 
+/// In the mean.
+inline constexpr int64_t kFewKeys = 32;
+
+FAN_HOST_DEVICE bool has_few_keys(const AttentionProblem& problem) {
+    return problem.is_packed() ? problem.total_k <= kFewKeys * problem.batch_size
+                               : problem.seqlen_k <= kFewKeys;
+}
+
 inline bool needs_delta_correction(const AttentionBwdParams& params) {
-    return params.problem.dropout_p > 0.0f && params.problem.dtype != DType::kFloat32 &&
-           params.dout != nullptr;
+    const AttentionProblem& problem = params.problem;
+    return (problem.dropout_p > 0.0f || has_few_keys(problem)) &&
+           problem.dtype != DType::kFloat32 && params.dout != nullptr;
 }
 
 /// False if no key can have nearly all weight of a row: its output, by the sum of its squares, is

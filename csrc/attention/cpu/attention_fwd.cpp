@@ -198,6 +198,7 @@ float least_v_squares(const FwdItem& item) {
 bool needs_exact_output(const FwdItem& item, int64_t head, int64_t row, int rows, float least_v) {
     const FwdPlan& plan = item.plan;
     const AttentionProblem& problem = plan.problem;
+    if (has_few_keys(problem)) return true;
     const TensorStrides strides =
         contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
     const TensorRows out = tensor_rows(plan.params.out, problem.dtype, strides, item.info.batch,

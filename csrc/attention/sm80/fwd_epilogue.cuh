@@ -134,6 +134,7 @@ __device__ __forceinline__ bool needs_correction(const AttentionFwdParams& param
     constexpr int kThreadsPerRow = 8;
     const AttentionProblem& problem = params.problem;
     if (place.batch == problem.batch_size) return false;  // rows that no sequence covers
+    if (has_few_keys(problem)) return true;
     const int64_t first_row = int64_t{place.block} * Config::kBlockM;
     const int64_t out_stride = int64_t{problem.num_heads_q} * problem.head_dim_v;
     const int64_t out_row = place.info.batch * problem.seqlen_q + place.info.row_q + first_row;

@@ -39,7 +39,8 @@ template <int kHeadDim, int kHeadDimV>
 void launch_fwd(const AttentionFwdParams& params, const DeltaCorrection& correction,
                 const DeviceLimits& device, cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
-    dispatch_bool(needs_general_kernel(problem), [&](auto general) {
+    const bool needs_general = needs_general_kernel(problem) || correction.dout != nullptr;
+    dispatch_bool(needs_general, [&](auto general) {
         constexpr bool kGeneral = decltype(general)::value;
         if (problem.dtype == DType::kBFloat16) {
             launch_fwd_config<FwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral>>(
