@@ -90,7 +90,7 @@ void bwd_postprocess(const AttentionBwdParams& params, const BwdPlan& plan,
     tiles.num_heads = problem.num_heads_q;
     tiles.head_dim = problem.head_dim;
     tiles.of_queries = true;
-    round_tiles(problem, tiles, options.dependent_launch, stream);
+    if (plan.dq_units == 0) round_tiles(problem, tiles, options.dependent_launch, stream);
 
     if (plan.head_splits > 1) {
         tiles.num_heads = problem.num_heads_kv;

@@ -55,7 +55,13 @@ BwdWorkspace BwdPlan::carve(const AttentionBwdParams& params) const {
     const int64_t keys =
         problem.is_packed() ? problem.total_k : problem.batch_size * problem.seqlen_k;
     take(workspace.bias_parts, bias_columns_only ? heads * keys : 0);
-    take(workspace.dq_accum, heads * q_slots * dq.entries());
+    workspace.dq_tiles = heads * q_slots;
+    if (dq_units > 0) {  // a dense problem
+        workspace.units = problem.batch_size * problem.num_heads_kv * head_splits;
+        workspace.dq_tiles = workspace.dq_tiles / workspace.units * dq_units;
+    }
+    take(workspace.units_done, 2 * workspace.units);
+    take(workspace.dq_accum, workspace.dq_tiles * dq.entries());
     const int64_t before_accum = used;
     const int64_t kv_tiles = head_splits > 1 ? problem.num_heads_kv * k_slots : 0;
     take(workspace.dk_accum, kv_tiles * dk.entries());

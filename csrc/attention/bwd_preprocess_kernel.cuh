@@ -114,10 +114,13 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     if (kDependent && blockIdx.x == 0 && thread == 0 && !params.deterministic) {
         *workspace.counters = 0;
     }
+    if (tile.index < workspace.units && thread < 2) {
+        workspace.units_done[thread * workspace.units + tile.index] = 0;
+    }
     if (zeroed_entries == 0) {
         const int64_t tiles = slots.count() * problem.num_heads_q;
         if (thread < 2) workspace.dq_turn[thread * tiles + tile.index] = 0;
-    } else if (rows > 0) {
+    } else if (rows > 0 && tile.index < workspace.dq_tiles) {
         float4* accum = reinterpret_cast<float4*>(workspace.dq_accum + tile.index * zeroed_entries);
         for (int64_t i = thread; i < zeroed_entries / 4; i += kPreprocessThreads) {
             accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -139,7 +142,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
             lses[r] = is_wanted ? params.softmax_lse[lse_row + row] : 0.0f;
         }
         OutRows<Element>::make(params, info, first_row + first, head)
-            .products(rows - first, deltas);
+            .products((rows < block_m ? rows : block_m) - first, deltas);
 #pragma unroll
         for (int r = 0; r < kPreprocessRows; ++r) {
             const int row = first + r * kRowsAtOnce;

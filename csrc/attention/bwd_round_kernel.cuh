@@ -93,11 +93,13 @@ __global__ void __launch_bounds__(kLargestRoundThreads)
             float4 batch_of_sums[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
+                if (n + i >= layout.tiles_columns) break;
                 batch_of_sums[i] =
                     ptx::ld_global_cs(entries + (n + i) * 128);  // whether written or not
             }
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
+                if (n + i >= layout.tiles_columns) break;
                 rounded.put(0, n + i, has_sums ? batch_of_sums[i] : make_float4(0, 0, 0, 0));
             }
         }

@@ -25,5 +25,16 @@ __device__ __forceinline__ int atom_relaxed_cas(int* address, int expected, int 
     return old;
 }
 
+/// atom.acq_rel.gpu.add: adds `value` and returns what stood there. Publishes what came before and
+/// orders what follows after what others published so.
+__device__ __forceinline__ int atom_acq_rel_add(int* address, int value) {
+    int old;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;\n"
+                 : "=r"(old)
+                 : "l"(address), "r"(value)
+                 : "memory");
+    return old;
+}
+
 }  // namespace ptx
 }  // namespace flash_attn_norm

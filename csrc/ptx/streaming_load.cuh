@@ -22,5 +22,16 @@ __device__ __forceinline__ float4 ld_global_cs(const float4* address) {
     return value;
 }
 
+/// ld.global.cg, 16 bytes: from the L2 cache, for data that other multiprocessors wrote in this
+/// kernel.
+__device__ __forceinline__ float4 ld_global_cg(const float* address) {
+    float4 value;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(address)
+                 : "memory");
+    return value;
+}
+
 }  // namespace ptx
 }  // namespace flash_attn_norm

@@ -23,6 +23,22 @@ GRADIENTS = ("dq", "dk", "dv")
 SWITCH = "FLASH_ATTN_NORM_PORTABLE"
 
 
+class BusyCard:
+    """Products on a stream of its own, of changing size, so that the tiles of what runs beside them
+    start late and in another order every time."""
+
+    def __init__(self):
+        self.stream = torch.cuda.Stream()
+        self.a, self.b = (torch.randn(4096, 4096, **CUDA_BF16) for _ in range(2))
+        torch.cuda.synchronize()
+        self.count = 0
+
+    def add_work(self) -> None:
+        self.count += 1
+        with torch.cuda.stream(self.stream):
+            self.a[: 128 * (1 + self.count % 32)] @ self.b
+
+
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "head_dim_v"),
@@ -47,6 +63,48 @@ def test_gradients_of_a_long_sequence(kernel, head_dim, options):
     check(kernel, make_inputs(CUDA_BF16, 1, 8300, 8500, (2, 1), head_dim), **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("seqlens", [(1430, 1300), (79, 1281), (81, 2000)], ids=str)
+def test_gradients_of_steps_that_end_inside_a_block(kernel, seqlens, head_dim, options):
+    """Without a mask and from 1025 keys on, steps of head dim 128 have 80 queries."""
+    check(kernel, make_inputs(CUDA_BF16, 2, *seqlens, (4, 2), head_dim), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (4200, 0)}], ids=str)
+def test_packed_gradients_of_long_sequences(kernel, options):
+    lengths_q, lengths_k = [1500, 0, 81, 5000], [1700, 5, 4100, 12000]
+    inputs = make_packed(CUDA_BF16, lengths_q, lengths_k, (4, 2), 128, more_rows=70)
+    check(kernel, inputs, **options)
+
+
+# (batch_size, seqlen_q, seqlen_k, heads, head_dim, head_dim_v): enough heads that Hopper's kernels
+# round dQ themselves, more of them than have a place for their sums.
+SHARED_SUMS = [
+    (3, 300, 1100, 16, 128, 128),
+    (4, 1100, 1030, 16, 96, 96),
+    (6, 300, 400, 8, 256, 256),
+    (40, 130, 70, 4, 192, 128),
+    (300, 20, 40, 2, 200, 200),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("sizes", SHARED_SUMS, ids=str)
+def test_heads_share_the_place_of_their_sums(kernel, sizes, options):
+    batch_size, seqlen_q, seqlen_k, heads, *head_dims = sizes
+    inputs = make_inputs(CUDA_BF16, batch_size, seqlen_q, seqlen_k, (heads, heads), *head_dims)
+    dout = random_dout(inputs)
+    alone = check(kernel, inputs, dout, **options)
+    work = BusyCard()
+    for _ in range(20):
+        work.add_work()
+        beside = run_ours(kernel, inputs, dout, **options)
+        for name in GRADIENTS:
+            step = torch.finfo(torch.bfloat16).eps * alone[name].abs().max().item()
+            assert_within(name, beside[name], alone[name], 2 * step)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_small_grid_splits_its_groups(kernel, head_dim):
     check(kernel, make_inputs(CUDA_BF16, 1, 200, 300, (8, 1), head_dim), causal=True)
@@ -58,22 +116,6 @@ def test_score_terms_over_several_tiles(kernel, head_dim, option):
     inputs = make_inputs(CUDA_BF16, 2, 300, 400, (4, 2), head_dim)
     value = 2.0 if option == "softcap" else torch.rand(2, 4, device="cuda")
     check(kernel, inputs, causal=True, **{option: value})
-
-
-class BusyCard:
-    """Products on a stream of its own, of changing size, so that the tiles of what runs beside them
-    start late and in another order every time."""
-
-    def __init__(self):
-        self.stream = torch.cuda.Stream()
-        self.a, self.b = (torch.randn(4096, 4096, **CUDA_BF16) for _ in range(2))
-        torch.cuda.synchronize()
-        self.count = 0
-
-    def add_work(self) -> None:
-        self.count += 1
-        with torch.cuda.stream(self.stream):
-            self.a[: 128 * (1 + self.count % 32)] @ self.b
 
 
 @pytest.mark.parametrize("card", ["idle", "busy"])
@@ -93,6 +135,11 @@ def test_deterministic_packed(kernel, head_dim, card):
     lengths = [700, 0, 1, 129, 1500, 64, 333]
     inputs = make_packed(CUDA_BF16, lengths, heads=(8, 2), head_dim=head_dim, more_rows=70)
     assert_repeats(kernel, inputs, card, causal=True)
+
+
+@pytest.mark.parametrize("card", ["idle", "busy"])
+def test_deterministic_where_steps_end_inside_a_block(kernel, card):
+    assert_repeats(kernel, make_inputs(CUDA_BF16, 2, 1430, 1300, (4, 2), 128), card)
 
 
 def assert_repeats(kernel, inputs, card, repeats=200, **options) -> None:

@@ -58,6 +58,7 @@ inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, 
     args.first_stores_dq = bwd_pass_options(params).first_stores_dq;
     args.rotates_queries =
         args.first_stores_dq && !params.deterministic && !has_score_terms(params.problem);
+    args.dq_units = plan.dq_units;
     args.head_splits = plan.head_splits;
     args.heads_per_split = params.problem.group_size() / plan.head_splits;
     args.by_heads = Divisor::of(params.problem.num_heads_kv * plan.head_splits);
@@ -79,6 +80,20 @@ inline int bwd_head_splits(const AttentionBwdParams& params, int tile_keys, int 
     const int64_t tiles = BlockSlots::keys(problem, tile_keys).count() * problem.num_heads_kv;
     const bool masked = problem.window_left >= 0 || problem.window_right >= 0;
     return head_splits(problem.group_size(), tiles, masked ? 2 * tiles_at_once : tiles_at_once);
+}
+
+/// BwdPlan::dq_units: not 0 where it is measured to pay that the main kernel rounds dQ. One tile's
+/// CTAs round a unit while the others go on, and in the end all wait for the last one: not where
+/// units are few, or large by their groups. Under a mask the first part is stored, which saves the
+/// zeros too; in packed problems a unit is a head of all sequences.
+inline int bwd_dq_units(const AttentionBwdParams& params, int head_splits, int tile_keys,
+                        int tiles_at_once) {
+    const AttentionProblem& problem = params.problem;
+    const bool masked = problem.window_left >= 0 || problem.window_right >= 0;
+    if (masked || problem.is_packed() || params.deterministic) return 0;
+    if (problem.group_size() > head_splits || bwd_pass_options(params).first_stores_dq) return 0;
+    const BwdTileOrder order = bwd_tile_order(problem, head_splits, tile_keys, tiles_at_once);
+    return order.units < tiles_at_once / 3 ? 0 : order.places(tiles_at_once);
 }
 
 }  // namespace sm90

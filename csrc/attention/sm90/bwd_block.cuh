@@ -27,6 +27,9 @@ enum BwdBarrier : int {
     kConsumersMeet = 1,
     kDqReady = 2,
     kDqFree = 4,
+    kTileAdded = 6,    // all that a tile adds to dQ is on its way
+    kTileCounted = 7,  // known whether it was its unit's last
+    kUnitRounded = 8,
 };
 constexpr int kHandOverThreads = 128 + 32;  // of a warpgroup and the warp that takes its dQ
 
@@ -44,6 +47,7 @@ struct BwdArgs {
     // Tiles without a mask start at different query blocks, each at its own first key, so that the
     // first one that comes to a query block is not followed closely by others who would wait.
     bool rotates_queries = false;
+    int dq_units = 0;  // see BwdPlan; not 0: the main kernel rounds dQ
     int head_splits = 1;
     int heads_per_split = 1;  // query heads of a unit
     Divisor by_heads;         // num_heads_kv * head_splits

@@ -39,6 +39,8 @@ struct BwdClusterConfig {
 
     static constexpr int kKeyColumns = kBlockN / kWarpgroups;  // of the scores of a warpgroup
     static constexpr int kDqColumns = kHeadDim / 2 / kWarpgroups;
+    static constexpr bool kDqByRows = false, kDqTransposed = false;
+    static constexpr int kDqRegisters = kBlockM * kDqColumns / 128;
     // Slices of 64 head dims: the rows of dK^T and dV^T that a warpgroup has
     static constexpr int kSlices = kHeadDim / 64 / kWarpgroups;
     static constexpr int kSlicesV = kHeadDimV / 64 / kWarpgroups;
@@ -80,6 +82,8 @@ struct BwdClusterStorage {
     // Of a step's parity: dQ may be written, and whether it is stored or added.
     uint64_t dq_go[2];
     int dq_is_first[2];
+    uint64_t dq_free;  // the sums of dQ are zeros: who had their place before is done
+    int rounds_unit;   // this tile was the unit's last
 };
 
 }  // namespace sm90

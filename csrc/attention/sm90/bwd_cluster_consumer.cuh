@@ -6,8 +6,8 @@
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_cluster_config.h"
 #include "attention/sm90/bwd_cluster_producer.cuh"
+#include "attention/sm90/bwd_consumer_thread.cuh"
 #include "attention/sm90/bwd_score_terms.cuh"
-#include "attention/sm90/wgmma_type.cuh"
 #include "ptx/math.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/reduction.cuh"
@@ -20,35 +20,32 @@ namespace sm90 {
 
 /// One thread's view of the consumers' work.
 template <class Config>
-struct BwdClusterConsumer {
+struct BwdClusterConsumer : BwdConsumerThread<Config> {
+    using Thread = BwdConsumerThread<Config>;
+    using Element = typename Thread::Element;
+    using Thread::kInner, Thread::kOuter, Thread::kType;
+    using Thread::lane, Thread::meet, Thread::thread, Thread::warp, Thread::warpgroup;
     static constexpr int kBlockM = Config::kBlockM;
     static constexpr int kBlockN = Config::kBlockN;
     static constexpr int kColumns = Config::kKeyColumns;
-    using Element = typename Config::Element;
     using QLayout = typename Config::QLayout;
     using DoutLayout = typename Config::DoutLayout;
     using KLayout = typename Config::KLayout;
     using VLayout = typename Config::VLayout;
     using SLayout = typename Config::SLayout;
     using Chunk = typename Config::ChunkLayout;
-    static constexpr ptx::WgmmaType kType = wgmma_type<Element>();
     using ScoresMma = ptx::Wgmma<kType, kColumns>;
     using SliceMma = ptx::Wgmma<kType, kBlockN>;
     using DqMma = ptx::Wgmma<kType, Config::kDqColumns>;
-    static constexpr ptx::Major kInner = ptx::Major::kContraction;
-    static constexpr ptx::Major kOuter = ptx::Major::kOuter;
 
     BwdClusterAddresses<Config> shared;
-    int warpgroup;  // of the consumers
-    int thread;     // inside the warpgroup
     // dK^T and dV^T: rows are head dims
     float dk[Config::kSlices][kBlockN / 2], dv[Config::kSlicesV][kBlockN / 2];
 
     __device__ __forceinline__ explicit BwdClusterConsumer(
         const BwdClusterAddresses<Config>& addresses)
         : shared(addresses) {
-        warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-        thread = static_cast<int>(threadIdx.x) - 128 * (warpgroup + 1);
+        Thread::find_place(static_cast<int>(threadIdx.x));
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
 #pragma unroll
@@ -56,12 +53,6 @@ struct BwdClusterConsumer {
 #pragma unroll
             for (int slice = 0; slice < Config::kSlicesV; ++slice) dv[slice][i] = 0.0f;
         }
-    }
-
-    __device__ __forceinline__ int lane() const { return thread % 32; }
-    __device__ __forceinline__ int warp() const { return thread / 32; }
-    __device__ __forceinline__ void meet() const {
-        ptx::bar_sync(kConsumersMeet, Config::kConsumers);
     }
 
     /// S or dP of this warpgroup's keys: `keys` is the tile of K or V, `queries` that of Q or dO.

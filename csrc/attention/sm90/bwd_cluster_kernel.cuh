@@ -7,6 +7,7 @@
 #include "attention/sm90/bwd_cluster_config.h"
 #include "attention/sm90/bwd_cluster_consumer.cuh"
 #include "attention/sm90/bwd_cluster_producer.cuh"
+#include "attention/sm90/bwd_round_unit.cuh"
 #include "attention/sm90/bwd_score_terms.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -37,135 +38,185 @@ __device__ __forceinline__ void zero_foreign_keys(BwdClusterConsumer<Config>& co
     consumer.meet();
 }
 
+/// What stays the same over the steps of a tile.
+struct BwdClusterTile {
+    int rank;
+    uint32_t partner;
+    float scale_log2;
+    bool is_packed;
+    bool first_stores;  // see BwdArgs
+    bool rounds;        // the kernel rounds dQ
+};
+
+/// P and dS of a step, rounded.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void compute_score_gradients(
+    BwdClusterConsumer<Config>& consumer, BwdClusterStorage<Config>& storage, const BwdArgs& args,
+    const BwdClusterTile& fixed, int head, int block, uint32_t count, uint32_t* p, uint32_t* ds) {
+    using QLayout = typename Config::QLayout;
+    using DoutLayout = typename Config::DoutLayout;
+    const BwdClusterAddresses<Config>& shared = consumer.shared;
+    const BwdTile& tile = storage.tile;
+    const int s = static_cast<int>(count % Config::kStages);
+    float st[Config::kKeyColumns / 2], dp[Config::kKeyColumns / 2];
+    wait_barrier(shared.q_full(s), count / Config::kStages % 2);
+    if constexpr (kMasked) {
+        const int rows = tile.seqlen_q - block * Config::kBlockM;
+        if (fixed.is_packed && rows < Config::kBlockM) {
+            const int thread = static_cast<int>(threadIdx.x) - 128;
+            wait_barrier(shared.dout_full(), count % 2);
+            zero_rows<QLayout, Config::kConsumers>(storage.q[s], rows, thread);
+            zero_rows<DoutLayout, Config::kConsumers>(storage.dout, rows, thread);
+            ptx::fence_proxy_async_shared();
+            consumer.meet();
+        }
+    }
+    // S = Q K^T, dP = dO V^T
+    consumer.template scores_mma<QLayout, typename Config::KLayout>(st, shared.q(s), shared.k());
+    wait_barrier(shared.dout_full(), count % 2);
+    consumer.template scores_mma<DoutLayout, typename Config::VLayout>(dp, shared.dout(),
+                                                                       shared.v());
+    ptx::wgmma_wait_group<1>();
+    if constexpr (kMasked) consumer.mask_scores(st, tile, block);
+    // P = exp2(S * scale_log2 - lse_log2), dS = P * (dP - delta)
+    if constexpr (Config::kGeneral) {
+        ptx::wgmma_wait_group<0>();
+        consumer.general_gradients(BwdScoreTerms::make(args.params.problem, tile, head), st, dp, p,
+                                   ds, s, block);
+    } else {
+        consumer.probabilities(st, s, fixed.scale_log2);
+        ptx::wgmma_wait_group<0>();
+        consumer.score_gradients(st, dp, p, ds);
+    }
+}
+
+/// P and dS to shared memory, and dS to the partner's.
+template <class Config>
+__device__ __forceinline__ void send_scores(BwdClusterConsumer<Config>& consumer, uint32_t partner,
+                                            uint32_t count, const uint32_t* p, const uint32_t* ds) {
+    const BwdClusterAddresses<Config>& shared = consumer.shared;
+    // The partner has used the last dS: it was copied in full, and this CTA's may be sent.
+    if (count != 0) wait_barrier(shared.ds_free(), (count - 1) % 2);
+    consumer.meet();  // all are done with the last P and dS
+    consumer.store_scores(shared.ds(), ds);
+    consumer.store_scores(shared.p(), p);
+    ptx::fence_proxy_async_shared();
+    consumer.meet();  // P and dS are complete
+    if (threadIdx.x == 128) {
+        ptx::mbarrier_arrive_expect_tx(shared.ds_full(), Config::SLayout::kBytes);
+        ptx::bulk_copy_to_cta(ptx::mapa(shared.partner_ds(), partner), shared.ds(),
+                              Config::SLayout::kBytes, ptx::mapa(shared.ds_full(), partner));
+    }
+}
+
+/// Adds a step's dQ to the sums in memory, or stores it as the first part.
+template <class Config>
+__device__ __forceinline__ void write_dq(BwdClusterConsumer<Config>& consumer,
+                                         const BwdClusterStorage<Config>& storage,
+                                         const BwdClusterTile& fixed, uint32_t count, float* sums,
+                                         const float* dq) {
+    const BwdClusterAddresses<Config>& shared = consumer.shared;
+    bool is_first = false;
+    if (fixed.first_stores) {
+        wait_barrier(shared.dq_go(count % 2), count / 2 % 2);
+        is_first = storage.dq_is_first[count % 2] != 0;
+    }
+    if (is_first) {
+        consumer.store_sums(sums, dq);
+        ptx::bar_arrive(kDqReady, Config::kConsumers + 32);
+    } else {
+        if (fixed.rounds && count == 0) wait_barrier(shared.dq_free(), 0);
+        consumer.add_sums(sums, dq);
+    }
+}
+
+/// One step: query block `block` of head `head`, whose dQ is added at `dq_sums`. `count`: steps so
+/// far.
+template <class Config, bool kMasked>
+__device__ __forceinline__ void consume_query_tile(BwdClusterConsumer<Config>& consumer,
+                                                   BwdClusterStorage<Config>& storage,
+                                                   const BwdArgs& args, const BwdClusterTile& fixed,
+                                                   int head, int block, uint32_t& count,
+                                                   float*& dq_sums) {
+    constexpr uint32_t kChunkBytes = Config::ChunkLayout::kBytes;
+    const BwdClusterAddresses<Config>& shared = consumer.shared;
+    const int s = static_cast<int>(count % Config::kStages);
+    const int slice = consumer.warpgroup * Config::kSlices;
+    const int slice_v = consumer.warpgroup * Config::kSlicesV;
+    uint32_t p[Config::kKeyColumns / 4], ds[Config::kKeyColumns / 4];
+    compute_score_gradients<Config, kMasked>(consumer, storage, args, fixed, head, block, count, p,
+                                             ds);
+    send_scores(consumer, fixed.partner, count, p, ds);
+    // dV^T += dO^T P
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Config::kSlicesV; ++i) {
+        consumer.slice_mma(consumer.dv[i], shared.dout() + (slice_v + i) * kChunkBytes, shared.p());
+    }
+    ptx::wgmma_commit_group();
+    // dQ = dS K over this CTA's keys, then over the partner's; dK^T += Q^T dS around it
+    float dq[Config::kDqColumns / 2];
+    const uint32_t chunk = static_cast<uint32_t>(consumer.warpgroup);
+    consumer.dq_mma(dq, shared.ds(),
+                    shared.k() + (static_cast<uint32_t>(2 * fixed.rank) + chunk) * kChunkBytes,
+                    false);
+    ptx::wgmma_fence();
+    consumer.slice_mma(consumer.dk[0], shared.q(s) + slice * kChunkBytes, shared.ds());
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<2>();
+    if (consumer.thread == 0) ptx::mbarrier_arrive(shared.dout_free());
+    wait_barrier(shared.ds_full(), count % 2);
+    consumer.dq_mma(dq, shared.partner_ds(), shared.partner_k() + chunk * kChunkBytes, true);
+    ptx::wgmma_fence();
+    consumer.slice_mma(consumer.dk[1], shared.q(s) + (slice + 1) * kChunkBytes, shared.ds());
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    if (consumer.thread == 0) {
+        ptx::mbarrier_arrive_remote(ptx::mapa(shared.ds_free(), fixed.partner));
+    }
+    write_dq(consumer, storage, fixed, count, dq_sums, dq);
+    dq_sums += Config::kBlockM * Config::kHeadDim;
+    ptx::wgmma_wait_group<0>();
+    if (consumer.thread == 0) ptx::mbarrier_arrive(shared.q_free(s));
+    ++count;
+}
+
 /// All query blocks of all heads of this CTA.
 template <class Config>
 __device__ __forceinline__ void consume_query_tiles(BwdClusterConsumer<Config>& consumer,
                                                     BwdClusterStorage<Config>& storage,
                                                     const BwdArgs& args, int rank) {
-    constexpr int kBlockM = Config::kBlockM;
-    constexpr int kDqEntries = kBlockM * Config::kDqColumns;
-    constexpr uint32_t kChunkBytes = Config::ChunkLayout::kBytes;
-    const BwdClusterAddresses<Config>& shared = consumer.shared;
+    constexpr int kTileEntries = Config::kBlockM * Config::kHeadDim;
+    constexpr int kDqEntries = Config::kBlockM * Config::kDqColumns;
     const BwdTile& tile = storage.tile;
-    const float scale_log2 = args.params.problem.softmax_scale * kLog2E;
-    const bool packed = args.params.problem.is_packed();
-    const bool first_stores = args.first_stores_dq;
-    const uint32_t partner = static_cast<uint32_t>(rank ^ 1);
-    const int slice = consumer.warpgroup * Config::kSlices;
-    const int slice_v = consumer.warpgroup * Config::kSlicesV;
-    uint32_t count = 0;  // steps so far
-    int head = tile.head_begin;
-    float* dq_sums = nullptr;
-
-    if (tile.has_queries()) wait_barrier(shared.kv_full(), 0);
-    if (packed && tile.has_queries()) zero_foreign_keys(consumer, storage, rank);
-
-    const auto step = [&](int block, auto masked) {
-        const int s = static_cast<int>(count % Config::kStages);
-        float st[Config::kKeyColumns / 2], dp[Config::kKeyColumns / 2];
-        wait_barrier(shared.q_full(s), count / Config::kStages % 2);
-        if constexpr (decltype(masked)::value) {
-            const int rows = tile.seqlen_q - block * kBlockM;
-            if (packed && rows < kBlockM) {
-                const int thread = static_cast<int>(threadIdx.x) - 128;
-                wait_barrier(shared.dout_full(), count % 2);
-                zero_rows<typename Config::QLayout, Config::kConsumers>(storage.q[s], rows, thread);
-                zero_rows<typename Config::DoutLayout, Config::kConsumers>(storage.dout, rows,
-                                                                           thread);
-                ptx::fence_proxy_async_shared();
-                consumer.meet();
-            }
-        }
-        // S = Q K^T, dP = dO V^T
-        consumer.template scores_mma<typename Config::QLayout, typename Config::KLayout>(
-            st, shared.q(s), shared.k());
-        wait_barrier(shared.dout_full(), count % 2);
-        consumer.template scores_mma<typename Config::DoutLayout, typename Config::VLayout>(
-            dp, shared.dout(), shared.v());
-        ptx::wgmma_wait_group<1>();
-        if constexpr (decltype(masked)::value) consumer.mask_scores(st, tile, block);
-        // P = exp2(S * scale_log2 - lse_log2), dS = P * (dP - delta)
-        uint32_t p[Config::kKeyColumns / 4], ds[Config::kKeyColumns / 4];
-        if constexpr (Config::kGeneral) {
-            ptx::wgmma_wait_group<0>();
-            consumer.general_gradients(BwdScoreTerms::make(args.params.problem, tile, head), st, dp,
-                                       p, ds, s, block);
-        } else {
-            consumer.probabilities(st, s, scale_log2);
-            ptx::wgmma_wait_group<0>();
-            consumer.score_gradients(st, dp, p, ds);
-        }
-        // The partner has used the last dS: it was copied in full, and this CTA's may be sent.
-        if (count != 0) wait_barrier(shared.ds_free(), (count - 1) % 2);
-        consumer.meet();  // all are done with the last P and dS
-        consumer.store_scores(shared.ds(), ds);
-        consumer.store_scores(shared.p(), p);
-        ptx::fence_proxy_async_shared();
-        consumer.meet();  // P and dS are complete
-        if (threadIdx.x == 128) {
-            ptx::mbarrier_arrive_expect_tx(shared.ds_full(), Config::SLayout::kBytes);
-            ptx::bulk_copy_to_cta(ptx::mapa(shared.partner_ds(), partner), shared.ds(),
-                                  Config::SLayout::kBytes, ptx::mapa(shared.ds_full(), partner));
-        }
-        // dV^T += dO^T P
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < Config::kSlicesV; ++i) {
-            consumer.slice_mma(consumer.dv[i], shared.dout() + (slice_v + i) * kChunkBytes,
-                               shared.p());
-        }
-        ptx::wgmma_commit_group();
-        // dQ = dS K over this CTA's keys, then over the partner's; dK^T += Q^T dS around it
-        float dq[Config::kDqColumns / 2];
-        const uint32_t chunk = static_cast<uint32_t>(consumer.warpgroup);
-        consumer.dq_mma(dq, shared.ds(),
-                        shared.k() + (static_cast<uint32_t>(2 * rank) + chunk) * kChunkBytes,
-                        false);
-        ptx::wgmma_fence();
-        consumer.slice_mma(consumer.dk[0], shared.q(s) + slice * kChunkBytes, shared.ds());
-        ptx::wgmma_commit_group();
-        ptx::wgmma_wait_group<2>();
-        if (consumer.thread == 0) ptx::mbarrier_arrive(shared.dout_free());
-        wait_barrier(shared.ds_full(), count % 2);
-        consumer.dq_mma(dq, shared.partner_ds(), shared.partner_k() + chunk * kChunkBytes, true);
-        ptx::wgmma_fence();
-        consumer.slice_mma(consumer.dk[1], shared.q(s) + (slice + 1) * kChunkBytes, shared.ds());
-        ptx::wgmma_commit_group();
-        ptx::wgmma_wait_group<1>();
-        if (consumer.thread == 0) {
-            ptx::mbarrier_arrive_remote(ptx::mapa(shared.ds_free(), partner));
-        }
-        bool is_first = false;
-        if (first_stores) {
-            wait_barrier(shared.dq_go(count % 2), count / 2 % 2);
-            is_first = storage.dq_is_first[count % 2] != 0;
-        }
-        if (is_first) {
-            consumer.store_sums(dq_sums, dq);
-            ptx::bar_arrive(kDqReady, Config::kConsumers + 32);
-        } else {
-            consumer.add_sums(dq_sums, dq);
-        }
-        dq_sums += kBlockM * Config::kHeadDim;
-        ptx::wgmma_wait_group<0>();
-        if (consumer.thread == 0) ptx::mbarrier_arrive(shared.q_free(s));
-        ++count;
-    };
-
+    const AttentionProblem& problem = args.params.problem;
+    const BwdClusterTile fixed{rank,
+                               static_cast<uint32_t>(rank ^ 1),
+                               problem.softmax_scale * kLog2E,
+                               problem.is_packed(),
+                               args.first_stores_dq,
+                               args.dq_units > 0};
+    if (tile.has_queries()) wait_barrier(consumer.shared.kv_full(), 0);
+    if (fixed.is_packed && tile.has_queries()) zero_foreign_keys(consumer, storage, rank);
+    uint32_t count = 0;
     const int end = tile.end, full_begin = tile.full_begin, full_end = tile.full_end;
 #pragma unroll 1
-    for (; head < tile.head_end; ++head) {
+    for (int head = tile.head_begin; head < tile.head_end; ++head) {
         int block = tile.begin;
-        dq_sums = args.workspace.dq_accum +
-                  (int64_t{head} * tile.tiles_per_head + tile.first_tile + block) *
-                      (kBlockM * Config::kHeadDim) +
-                  (2 * rank + consumer.warpgroup) * kDqEntries;
+        const int64_t first_tile = first_dq_tile(tile, args) +
+                                   int64_t{head - tile.head_begin} * dq_tiles_per_head(tile, args);
+        float* dq_sums = args.workspace.dq_accum + (first_tile + block) * kTileEntries +
+                         (2 * rank + consumer.warpgroup) * kDqEntries;
+        const auto step = [&](auto masked) {
+            consume_query_tile<Config, decltype(masked)::value>(consumer, storage, args, fixed,
+                                                                head, block, count, dq_sums);
+        };
 #pragma unroll 1
-        for (; block < full_begin; ++block) step(block, std::true_type{});
+        for (; block < full_begin; ++block) step(std::true_type{});
 #pragma unroll 1
-        for (; block < full_end; ++block) step(block, std::false_type{});
+        for (; block < full_end; ++block) step(std::false_type{});
 #pragma unroll 1
-        for (; block < end; ++block) step(block, std::true_type{});
+        for (; block < end; ++block) step(std::true_type{});
     }
 }
 
@@ -233,6 +284,7 @@ __device__ __forceinline__ void init_barriers(const BwdClusterAddresses<Config>&
     ptx::mbarrier_init(shared.ds_full(), 1);
     for (uint32_t i = 0; i < 2; ++i) ptx::mbarrier_init(shared.dq_go(i), 1);
     ptx::mbarrier_init(shared.ds_free(), Config::kWarpgroups);
+    ptx::mbarrier_init(shared.dq_free(), 1);
     ptx::fence_mbarrier_init();
 }
 
@@ -268,13 +320,20 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
         if (threadIdx.x / 32 == 1 && args.first_stores_dq) {
             claim_dq<Config>(shared, storage, args, rank);
         }
+        if (threadIdx.x / 32 == 2 && args.dq_units > 0) {
+            count_tile<Config>(shared, storage, args, rank);
+        }
         __syncwarp();
     } else {
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
         BwdClusterConsumer<Config> consumer(shared);
         // Not under a condition: a second way to the sums of 0 costs copies of all of them.
         consume_query_tiles(consumer, storage, args, rank);
+        if (args.dq_units > 0) ptx::bar_arrive(kTileAdded, Config::kConsumers + 32);
         store_key_gradients(consumer, storage, args);
+        if (args.dq_units > 0) {
+            finish_unit<Config>(tile, args, 2 * rank + consumer.warpgroup, storage.rounds_unit);
+        }
         __syncwarp();
     }
     // The partner may still signal or write here.

@@ -5,6 +5,7 @@
 
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_cluster_config.h"
+#include "attention/sm90/bwd_round_unit.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/named_barrier.cuh"
@@ -58,6 +59,7 @@ struct BwdClusterAddresses {
     __device__ __forceinline__ uint32_t dq_go(uint32_t parity) const {
         return at(offsetof(Shared, dq_go) + parity * 8);
     }
+    __device__ __forceinline__ uint32_t dq_free() const { return at(offsetof(Shared, dq_free)); }
 
   private:
     __device__ __forceinline__ uint32_t at(size_t offset) const {
@@ -167,6 +169,21 @@ __device__ __forceinline__ void claim_dq(const BwdClusterAddresses<Config>& shar
             }
         }
     }
+}
+
+/// Lets the consumers add to dQ when their unit's sums are zeros, and counts the tile when they
+/// have. One warp.
+template <class Config>
+__device__ __forceinline__ void count_tile(const BwdClusterAddresses<Config>& shared,
+                                           BwdClusterStorage<Config>& storage, const BwdArgs& args,
+                                           int rank) {
+    constexpr int kThreads = Config::kConsumers + 32;
+    const UnitCounter unit(storage.tile, args, rank);
+    unit.enter();
+    if (unit.is_leader) ptx::mbarrier_arrive(shared.dq_free());
+    __syncwarp();
+    ptx::bar_sync(kTileAdded, kThreads);
+    unit.leave<kThreads>(storage.rounds_unit);
 }
 
 }  // namespace sm90

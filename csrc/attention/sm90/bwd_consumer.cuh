@@ -5,9 +5,9 @@
 #include "attention/element.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_config.h"
+#include "attention/sm90/bwd_consumer_thread.cuh"
 #include "attention/sm90/bwd_producer.cuh"
 #include "attention/sm90/bwd_score_terms.cuh"
-#include "attention/sm90/wgmma_type.cuh"
 #include "ptx/math.cuh"
 #include "ptx/named_barrier.cuh"
 #include "ptx/opaque.cuh"
@@ -21,24 +21,22 @@ namespace sm90 {
 
 /// One thread's view of the consumers' work.
 template <class Config>
-struct BwdConsumer {
+struct BwdConsumer : BwdConsumerThread<Config> {
+    using Thread = BwdConsumerThread<Config>;
+    using Element = typename Thread::Element;
+    using Thread::kInner, Thread::kOuter, Thread::kType;
+    using Thread::lane, Thread::meet, Thread::thread, Thread::warp, Thread::warpgroup;
     static constexpr int kHeadDim = Config::kHeadDim;
     static constexpr int kBlockM = Config::kBlockM;
     static constexpr int kBlockN = Config::kBlockN;
-    using Element = typename Config::Element;
     using QLayout = typename Config::QLayout;
     using KLayout = typename Config::KLayout;
     using SLayout = typename Config::SLayout;
-    static constexpr ptx::WgmmaType kType = wgmma_type<Element>();
     using ScoresMma = ptx::Wgmma<kType, kBlockM>;
     using KeyGradientMma = ptx::Wgmma<kType, kHeadDim>;
-    using DqMma = ptx::Wgmma<kType, Config::kDqColumns>;
-    static constexpr ptx::Major kInner = ptx::Major::kContraction;
-    static constexpr ptx::Major kOuter = ptx::Major::kOuter;
+    using DqMma = ptx::Wgmma<kType, Config::kDqTransposed ? kBlockM : Config::kDqColumns>;
 
     BwdAddresses<Config> shared;
-    int warpgroup;  // of the consumers
-    int thread;     // inside the warpgroup
     float dk[kHeadDim / 2], dv[kHeadDim / 2];
 
     __device__ __forceinline__ explicit BwdConsumer(const BwdAddresses<Config>& addresses)
@@ -52,17 +50,11 @@ struct BwdConsumer {
     __device__ __forceinline__ void find_place() {
         int index = static_cast<int>(threadIdx.x);
         if (Config::kPersists) ptx::make_opaque(index);
-        warpgroup = __shfl_sync(0xffffffffu, index / 128, 0) - 1;
-        thread = index - 128 * (warpgroup + 1);
+        Thread::find_place(index);
     }
 
-    __device__ __forceinline__ int lane() const { return thread % 32; }
     /// First of the 16 keys whose scores this thread's warp has.
-    __device__ __forceinline__ int warp_key() const { return warpgroup * 64 + thread / 32 * 16; }
-
-    __device__ __forceinline__ void meet() const {
-        ptx::bar_sync(kConsumersMeet, Config::kConsumers);
-    }
+    __device__ __forceinline__ int warp_key() const { return warpgroup * 64 + warp() * 16; }
 
     /// S^T or dP^T of this warpgroup's keys: `keys` is the tile of K or V, `queries` that of Q or
     /// dO.
@@ -101,15 +93,20 @@ struct BwdConsumer {
         constexpr int kColumnBytes =
             Config::kDqByRows ? 0
                               : Config::kDqColumns / KLayout::kChunkColumns * KLayout::kChunkBytes;
-        const uint64_t a =
+        const uint64_t ds =
             SLayout::column_descriptor(shared.ds() + static_cast<uint32_t>(warpgroup * kRowBytes));
-        const uint64_t b =
+        const uint64_t keys =
             KLayout::row_descriptor(shared.k() + static_cast<uint32_t>(warpgroup * kColumnBytes));
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockN / 16; ++k) {
-            DqMma::template ss<kInner, kOuter>(acc, a + (SLayout::column_step_offset(k) >> 4),
-                                               b + (KLayout::row_step_offset(k) >> 4), k != 0);
+            const uint64_t a = ds + (SLayout::column_step_offset(k) >> 4);
+            const uint64_t b = keys + (KLayout::row_step_offset(k) >> 4);
+            if constexpr (Config::kDqTransposed) {
+                DqMma::template ss<kOuter, kInner>(acc, b, a, k != 0);
+            } else {
+                DqMma::template ss<kInner, kOuter>(acc, a, b, k != 0);
+            }
         }
         ptx::wgmma_commit_group();
     }
@@ -140,9 +137,9 @@ struct BwdConsumer {
         values[2 * k + 1] = ptx::ld_shared_v2_f32(place + (2 * k + 1) * 32);
     }
 
-    /// S^T -> P^T in place of the rows of step k, 16 queries, and rounded in `p`.
-    __device__ __forceinline__ void probabilities(float* st, uint32_t* p, const float2* lse_log2,
-                                                  int k, float scale_log2) const {
+    /// S^T -> P^T in place of the rows of step k, 16 queries.
+    __device__ __forceinline__ void probabilities(float* st, const float2* lse_log2, int k,
+                                                  float scale_log2) const {
 #pragma unroll
         for (int j = 2 * k; j < 2 * k + 2; ++j) {
             const float2 l = lse_log2[j];
@@ -151,8 +148,14 @@ struct BwdConsumer {
             s[1] = ptx::ex2_approx(fmaf(s[1], scale_log2, -l.y));
             s[2] = ptx::ex2_approx(fmaf(s[2], scale_log2, -l.x));
             s[3] = ptx::ex2_approx(fmaf(s[3], scale_log2, -l.y));
-            p[2 * j] = Element::pack(s[0], s[1]);
-            p[2 * j + 1] = Element::pack(s[2], s[3]);
+        }
+    }
+    /// P^T of step k, rounded.
+    __device__ __forceinline__ void round_probabilities(const float* st, uint32_t* p, int k) const {
+#pragma unroll
+        for (int j = 2 * k; j < 2 * k + 2; ++j) {
+            p[2 * j] = Element::pack(st[4 * j], st[4 * j + 1]);
+            p[2 * j + 1] = Element::pack(st[4 * j + 2], st[4 * j + 3]);
         }
     }
 
@@ -204,7 +207,7 @@ struct BwdConsumer {
         if (!first) ptx::bar_sync(kDqFree + warpgroup, kHandOverThreads);
         const uint32_t buffer = shared.dq(warpgroup) + static_cast<uint32_t>(thread * 16);
 #pragma unroll
-        for (int i = 0; i < Config::kDqColumns / 8; ++i) {
+        for (int i = 0; i < Config::kDqRegisters / 4; ++i) {
             ptx::st_shared_v4_f32(buffer + i * 2048, dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
                                   dq[4 * i + 3]);
         }

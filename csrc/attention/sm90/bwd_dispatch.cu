@@ -70,8 +70,16 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, int num_sms) {
 }
 
 bool bwd_tiles_are_short(const AttentionProblem& problem) {
-    const bool longer = is_masked(problem) && problem.group_size() == 1;
-    return keys_per_row(problem) <= (longer ? 2048 : 1024);
+    const int64_t keys = keys_per_row(problem);
+    if (problem.group_size() > 1) return keys <= 1024;
+    if (is_masked(problem)) return keys <= 2048;
+    // Of longer ones the kernel for one tile rounds dQ as well, but of packed ones (bwd_dq_units).
+    return problem.is_packed() ? keys <= 1024 : keys < 1024;
+}
+
+bool bwd_steps_are_wide(const AttentionProblem& problem) {
+    // A mask's edge crosses larger blocks.
+    return !is_masked(problem) || keys_per_row(problem) >= 4096;
 }
 
 BwdPassOptions bwd_pass_options(const AttentionBwdParams& params) {

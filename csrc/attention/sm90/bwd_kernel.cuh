@@ -15,14 +15,15 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-/// P and dS of a step, dS in shared memory as well, and dV += P^T dO as far as P is known before dP
-/// is. `st` and `dp` are being computed.
+/// P and dS of a step, dS in shared memory as well, and dV += P^T dO of the first kMiddleDv steps
+/// of 16 queries. `st` and `dp` are being computed.
 template <class Config>
 __device__ __forceinline__ void compute_score_gradients(BwdConsumer<Config>& consumer, float* st,
                                                         float* dp, float2* lse_log2, uint32_t* p,
                                                         uint32_t* ds, int stage, float scale_log2) {
     constexpr int kSteps = Config::kSteps, kAhead = Config::kRowsAhead;
-    constexpr int kEarly = Config::kEarlySteps;
+    constexpr int kEarlyP = Config::kEarlyP, kEarlyDv = Config::kEarlyDv;
+    constexpr int kMiddleDv = Config::kMiddleDv;
     const BwdAddresses<Config>& shared = consumer.shared;
     float2 delta[2 * kSteps];
     const auto load_delta = [&](int k) {
@@ -30,26 +31,38 @@ __device__ __forceinline__ void compute_score_gradients(BwdConsumer<Config>& con
     };
     const auto probabilities = [&](int k) {
         if (k + kAhead < kSteps) consumer.load_rows(lse_log2, shared.lse_log2(stage), k + kAhead);
-        consumer.probabilities(st, p, lse_log2, k, scale_log2);
+        consumer.probabilities(st, lse_log2, k, scale_log2);
     };
     const auto gradients = [&](int k) {
+        if (k >= kEarlyDv) consumer.round_probabilities(st, p, k);
         load_delta(k + kAhead);
         consumer.score_gradients(st, dp, ds, delta, k);
     };
 #pragma unroll
-    for (int k = 0; k < kEarly; ++k) probabilities(k);
+    for (int k = 0; k < kEarlyP; ++k) {
+        probabilities(k);
+        if (k < kEarlyDv) consumer.round_probabilities(st, p, k);
+    }
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) load_delta(k);
-    consumer.template key_gradient_mma<0, kEarly>(consumer.dv, p, shared.dout(stage));
-    ptx::wgmma_wait_group<1>();
+    if constexpr (kEarlyDv > 0) {
+        consumer.template key_gradient_mma<0, kEarlyDv>(consumer.dv, p, shared.dout(stage));
+    }
+    ptx::wgmma_wait_group<(kEarlyDv > 0 ? 1 : 0)>();
 #pragma unroll
     for (int k = 0; k < kSteps && !Config::kStreamsScores; ++k) gradients(k);
     consumer.meet();  // all are done with the last step's dS
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-        if (k >= kEarly) probabilities(k);
+        if (k >= kEarlyP) probabilities(k);
         if (Config::kStreamsScores) gradients(k);
         consumer.store_score_gradients(ds, k);
+        if constexpr (kMiddleDv > kEarlyDv) {
+            if (k + 1 == kMiddleDv) {
+                consumer.template key_gradient_mma<kEarlyDv, kMiddleDv>(consumer.dv, p,
+                                                                        shared.dout(stage));
+            }
+        }
     }
 }
 
@@ -111,9 +124,9 @@ __device__ __forceinline__ void consume_query_tile(BwdConsumer<Config>& consumer
     } else {
         compute_score_gradients(consumer, st, dp, lse_log2, p, ds, s, scale_log2);
     }
-    constexpr int kEarlyDv = Config::kGeneral ? 0 : Config::kEarlySteps;
-    if constexpr (kEarlyDv < Config::kSteps) {  // the rest
-        consumer.template key_gradient_mma<kEarlyDv>(consumer.dv, p, shared.dout(s));
+    constexpr int kDvSteps = Config::kGeneral ? 0 : Config::kMiddleDv;
+    if constexpr (kDvSteps < Config::kSteps) {  // the rest
+        consumer.template key_gradient_mma<kDvSteps>(consumer.dv, p, shared.dout(s));
     }
     // dK += dS^T Q, a part that runs while the warpgroups meet
     constexpr int kEarlyDk = Config::kEarlyDk;
@@ -121,7 +134,7 @@ __device__ __forceinline__ void consume_query_tile(BwdConsumer<Config>& consumer
     ptx::fence_proxy_async_shared();
     consumer.meet();  // dS is complete
     // dQ = dS K
-    float dq[Config::kDqColumns / 2];
+    float dq[Config::kDqRegisters];
     consumer.dq_mma(dq);
     ptx::wgmma_wait_group<1>();
     if (consumer.thread == 0) ptx::mbarrier_arrive(shared.dout_free(s));
@@ -248,8 +261,14 @@ __device__ __forceinline__ void consume_tiles(const BwdAddresses<Config>& shared
         BwdConsumer<Config> consumer(shared);
         // Not under a condition: a second way to the sums of 0 costs copies of all of them.
         consume_query_tiles(consumer, storage, args, count);
-        if (!Config::kPersists)
-            return store_key_gradients(consumer, storage.ds, storage.tile, args);
+        if (!Config::kPersists) {
+            store_key_gradients(consumer, Config::kStagesInDs ? storage.ds : storage.k,
+                                storage.tile, args);
+            if (args.dq_units > 0) {
+                finish_unit<Config>(storage.tile, args, consumer.warpgroup, storage.rounds_unit);
+            }
+            return;
+        }
         consumer.find_place();
         parity = ptx::ld_shared_u32(shared.tiles_begun()) % 2;
         const BwdTile tile = storage.tile;
@@ -283,8 +302,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             if (threadIdx.x == 0) produce_tiles(shared, storage, args);
         } else if (warp == 1) {
             ptx::griddepcontrol_wait();  // for dq_turn
-            for_each_tile(shared, storage,
-                          [&](const BwdTile& tile) { reduce_dq(shared, tile, args); });
+            for_each_tile(shared, storage, [&](const BwdTile& tile) {
+                reduce_dq_of_tile(shared, tile, args, storage.rounds_unit);
+            });
         }
     } else {
         ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

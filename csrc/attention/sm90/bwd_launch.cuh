@@ -15,14 +15,40 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-template <class Config>
-BwdPlan make_plan(const AttentionBwdParams& params, int num_sms) {
+/// Calls fn(Config{}) with the kernel that this problem takes.
+template <int kHeadDim, class Fn>
+void with_bwd_config(const AttentionProblem& problem, Fn&& fn) {
+    with_bwd_body(problem, [&](auto element, auto general) {
+        using Element = decltype(element);
+        constexpr bool kGeneral = decltype(general)::value;
+        if constexpr (kHeadDim == 64) {
+            fn(BwdConfig<Element, kHeadDim, kGeneral, BwdLoop::kManyTiles>{});
+        } else if constexpr (kGeneral) {
+            fn(BwdConfig<Element, kHeadDim, kGeneral, BwdLoop::kOneTile>{});
+        } else if (bwd_tiles_are_short(problem)) {
+            fn(BwdConfig<Element, kHeadDim, kGeneral, BwdLoop::kManyTiles>{});
+        } else if (bwd_steps_are_wide(problem)) {
+            fn(BwdConfig<Element, kHeadDim, kGeneral, BwdLoop::kWideSteps>{});
+        } else {
+            fn(BwdConfig<Element, kHeadDim, kGeneral, BwdLoop::kOneTile>{});
+        }
+    });
+}
+
+template <int kHeadDim>
+BwdPlan plan_bwd_class(const AttentionBwdParams& params, int num_sms) {
     BwdPlan plan;
-    plan.block_m = Config::kBlockM;
-    plan.block_n = Config::kBlockN;
-    plan.dq = Config::dq_layout();
-    plan.dk = plan.dv = Config::key_gradient_layout();
-    plan.head_splits = bwd_head_splits(params, Config::kBlockN, num_sms);
+    with_bwd_config<kHeadDim>(params.problem, [&](auto config) {
+        using Config = decltype(config);
+        plan.block_m = Config::kBlockM;
+        plan.block_n = Config::kBlockN;
+        plan.dq = Config::dq_layout();
+        plan.dk = plan.dv = Config::key_gradient_layout();
+        plan.head_splits = bwd_head_splits(params, Config::kBlockN, num_sms);
+        if (!Config::kPersists) {
+            plan.dq_units = bwd_dq_units(params, plan.head_splits, Config::kBlockN, num_sms);
+        }
+    });
     return plan;
 }
 
@@ -45,27 +71,10 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan, in
 }
 
 template <int kHeadDim>
-BwdPlan plan_bwd_class(const AttentionBwdParams& params, int num_sms) {
-    return make_plan<BwdConfig<BFloat16, kHeadDim, false, false>>(params, num_sms);
-}
-
-template <int kHeadDim>
 void launch_bwd_class(const AttentionBwdParams& params, const BwdPlan& plan, int num_sms,
                       cudaStream_t stream) {
-    with_bwd_body(params.problem, [&](auto element, auto general) {
-        using Element = decltype(element);
-        constexpr bool kGeneral = decltype(general)::value;
-        constexpr bool kAlways = kHeadDim == 64, kNever = !kAlways && kGeneral;
-        if constexpr (!kNever) {
-            if (kAlways || bwd_tiles_are_short(params.problem)) {
-                using Config = BwdConfig<Element, kHeadDim, kGeneral, true>;
-                return launch_bwd_config<Config>(params, plan, num_sms, stream);
-            }
-        }
-        if constexpr (!kAlways) {
-            using Config = BwdConfig<Element, kHeadDim, kGeneral, false>;
-            launch_bwd_config<Config>(params, plan, num_sms, stream);
-        }
+    with_bwd_config<kHeadDim>(params.problem, [&](auto config) {
+        launch_bwd_config<decltype(config)>(params, plan, num_sms, stream);
     });
 }
 

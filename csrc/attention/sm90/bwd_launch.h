@@ -25,6 +25,9 @@ inline bool has_score_terms(const AttentionProblem& problem) {
 /// Whether a block of keys meets so few rows that what comes before and after them counts.
 bool bwd_tiles_are_short(const AttentionProblem& problem);
 
+/// Whether, at head dims above 64, steps of 80 queries pay.
+bool bwd_steps_are_wide(const AttentionProblem& problem);
+
 /// What that kernel expects of the passes around it.
 BwdPassOptions bwd_pass_options(const AttentionBwdParams& params);
 

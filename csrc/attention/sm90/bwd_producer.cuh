@@ -6,6 +6,7 @@
 #include "attention/sm90/bwd_addresses.cuh"
 #include "attention/sm90/bwd_block.cuh"
 #include "attention/sm90/bwd_config.h"
+#include "attention/sm90/bwd_round_unit.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/bulk_store.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -208,6 +209,7 @@ __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, co
     DqOrder<Config> order(args);
     const int blocks = tile.end - tile.begin;
     int64_t first_tile = int64_t{tile.head_begin} * tile.tiles_per_head + tile.first_tile;
+    int64_t dq_tile = Config::kPersists ? first_tile : first_dq_tile(tile, args);
     int* parts = args.workspace.dq_turn + first_tile + tile.start;
     int state = leader && blocks > 0 ? order.claim(parts) : kNoDq;
 #pragma unroll 1
@@ -215,7 +217,7 @@ __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, co
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
             const int block = tile.block(i);
-            float* sums = args.workspace.dq_accum + (first_tile + block) * kTileEntries;
+            float* sums = args.workspace.dq_accum + (dq_tile + block) * kTileEntries;
             if (leader) order.enter(tile, parts, block, state);
 #pragma unroll
             for (int w = 0; w < Config::kWarpgroups; ++w) {
@@ -235,7 +237,10 @@ __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, co
                 ptx::bar_arrive(kDqFree + w, kHandOverThreads);
             }
             const bool last_of_head = i + 1 == blocks;
-            if (last_of_head) first_tile += tile.tiles_per_head;
+            if (last_of_head) {
+                first_tile += tile.tiles_per_head;
+                dq_tile += Config::kPersists ? tile.tiles_per_head : dq_tiles_per_head(tile, args);
+            }
             const bool last = last_of_head && head + 1 == tile.head_end;
             int* next_parts =
                 last ? nullptr
@@ -243,6 +248,20 @@ __device__ __forceinline__ void reduce_dq(const BwdAddresses<Config>& shared, co
             if (leader) state = order.leave(parts, next_parts);
             parts = next_parts;
         }
+    }
+}
+
+/// The same of a tile, and its part in its unit's sums where this kernel rounds them.
+template <class Config>
+__device__ __forceinline__ void reduce_dq_of_tile(const BwdAddresses<Config>& shared,
+                                                  const BwdTile& tile, const BwdArgs& args,
+                                                  int& rounds_unit) {
+    const bool rounds = !Config::kPersists && args.dq_units > 0;
+    if (rounds) UnitCounter(tile, args, /*half=*/0).enter();
+    reduce_dq(shared, tile, args);
+    if (rounds) {
+        if (threadIdx.x % 32 == 0) ptx::bulk_wait_group<0>();
+        UnitCounter(tile, args, /*half=*/0).leave<Config::kConsumers + 32>(rounds_unit);
     }
 }
 

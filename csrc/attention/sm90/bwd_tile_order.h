@@ -58,6 +58,14 @@ struct BwdTileOrder {
         int block = 0;
     };
 
+    /// Places for sums of dQ, which units take in turns: for those at work at a time, and for as
+    /// many as are rounded meanwhile. A unit and the one before in its place must not take turns
+    /// with each other, or their tiles would wait for later ones.
+    int places(int slots) const {
+        const int at_work = tail_units + slots / std::max(1, blocks) + 2;
+        return std::min(units, at_work + std::max(2, at_work / 2));
+    }
+
     FAN_HOST_DEVICE Tile tile(int index) const {
         const int head_units = units - tail_units;
         const int in_tail = index - head_units * blocks;
