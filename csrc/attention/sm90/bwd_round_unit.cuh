@@ -163,6 +163,7 @@ __device__ __forceinline__ void finish_unit(const BwdTile& tile, const BwdArgs& 
     ptx::bar_sync(kTileCounted, kThreads);
     if (rounds_unit == 0) return;
     round_unit<Config>(tile, args, part);
+    __syncwarp();
     ptx::bar_arrive(kUnitRounded, kThreads);
 }
 
