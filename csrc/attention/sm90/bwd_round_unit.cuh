@@ -54,10 +54,14 @@ struct UnitCounter {
     /// consumers and this warp.
     template <int kThreads>
     __device__ __forceinline__ void leave(int& rounds_unit) const {
-        if (is_leader) rounds_unit = ptx::atom_acq_rel_add(done, 1) + 1 == args.order.blocks;
-        __syncwarp();
-        ptx::bar_sync(kTileCounted, kThreads);
-        if (rounds_unit == 0) return;
+        int is_last = 0;
+        if (is_leader) {
+            is_last = ptx::atom_acq_rel_add(done, 1) + 1 == args.order.blocks;
+            rounds_unit = is_last;
+        }
+        is_last = __shfl_sync(0xffffffffu, is_last, 0);
+        ptx::bar_arrive(kTileCounted, kThreads);
+        if (is_last == 0) return;
         ptx::bar_sync(kUnitRounded, kThreads);
         if (is_leader) ptx::red_release_add(done, 1);
     }
