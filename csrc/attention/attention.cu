@@ -9,6 +9,7 @@
 #include "attention/bwd_passes.h"
 #include "attention/delta_correction.h"
 #include "attention/short_queries.h"
+#include "attention/sink_gradient.h"
 #include "attention/sm80/launch.h"
 #include "attention/sm90/bwd_launch.h"
 #include "attention/sm90/fwd_launch.h"
@@ -102,6 +103,7 @@ void correct_delta(const AttentionBwdParams& params, const BwdPlan& plan,
         sm80::launch_fwd<head_dim.value, head_dim_v.value>(forward_of(params), correction, device,
                                                            stream);
     });
+    cuda::renew_sink_parts(params, workspace, plan.block_m, stream);
 }
 
 }  // namespace
