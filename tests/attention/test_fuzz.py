@@ -234,8 +234,9 @@ def test_gradients_of_one_key(kernel, device):
 def test_gradients_of_one_key_beside_a_sink(kernel, device):
     """A sink takes a part of the weight, so ``out`` is not v and is rounded; delta must not have
     that rounding, a few times what torch's formula happens to leave."""
-    for seed in (1143, *range(200)):
-        run_case(kernel, device, {**ONE_KEY, "seed": seed, "dropout_p": 0.0, "s_aux": "own"})
+    beside_a_sink = {**ONE_KEY, "head_dim": 64, "dropout_p": 0.0, "s_aux": "own"}
+    for seed in range(150):
+        run_case(kernel, device, {**beside_a_sink, "seed": seed})
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
