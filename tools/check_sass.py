@@ -16,10 +16,12 @@ from pathlib import Path
 from .ninja_file import BuildPlan
 from .symbols import demangle
 
-# What every kernel of these sources must hold. Decoding's have no wgmma but in latent attention.
+# What every kernel of these sources must hold. Decoding's have no wgmma for few
+# packed rows, but in latent attention.
 HOPPER_SOURCES = {
     "csrc/attention/sm90/*_hdim*.cu": ("HGMMA", "UTMALDG"),
     "csrc/attention/decode/sm90a/latent.cu": ("HGMMA", "UTMALDG"),
+    "csrc/attention/decode/sm90a/tall_*.cu": ("HGMMA", "UTMALDG"),
     "csrc/attention/decode/sm90a/bulk_*.cu": ("UTMALDG",),
 }
 # The opcode is in the low 12 bits of a 16-byte instruction, seen in cuobjdump's own dumps of sm_90a
