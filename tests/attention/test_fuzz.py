@@ -234,6 +234,11 @@ def test_gradients_of_one_key(kernel, device):
 def test_gradients_of_one_key_beside_a_sink(kernel, device):
     """A sink takes a part of the weight, so ``out`` is not v and is rounded; delta must not have
     that rounding, a few times what torch's formula happens to leave."""
+    for seed in (1143, *range(200)):
+        run_case(kernel, device, {**ONE_KEY, "seed": seed, "dropout_p": 0.0, "s_aux": "own"})
+
+
+def test_gradients_of_one_key_beside_a_sink_in_many_columns(kernel, device):
     beside_a_sink = {**ONE_KEY, "head_dim": 64, "dropout_p": 0.0, "s_aux": "own"}
     for seed in range(150):
         run_case(kernel, device, {**beside_a_sink, "seed": seed})
@@ -266,7 +271,7 @@ def test_gradients_of_keys_that_are_equal(kernel, device, dtype, packed):
 
 
 @st.composite
-def almost_one_key(draw, most_rows):
+def almost_one_key(draw, most_rows, wants_dlse):
     """Dropout where rows have one to three keys, or many of which one has all the weight."""
     case = dict(ONE_KEY)
     few = st.integers(1, 3)
@@ -278,27 +283,35 @@ def almost_one_key(draw, most_rows):
         "dense": (draw(few), draw(st.integers(1, most_rows)), keys),
         "num_heads_kv": draw(few),
         "group_size": draw(st.sampled_from([1, 1, 2, 4])),
-        "head_dim": draw(head_dims(72)),
+        "head_dim": draw(head_dims(256)),
         "seed": draw(st.integers(0, 2**31)),
         "causal": draw(st.booleans()),
-        "dropout_p": draw(st.sampled_from([0.1, 0.2, 0.3])),
+        "dropout_p": draw(st.sampled_from([0.1, 0.2, 0.7])),
         "deterministic": draw(st.booleans()),
         "s_aux": draw(st.sampled_from([None, None, "float32"])),
         "bias": draw(st.sampled_from(biases)),
         "bias_scale": 100.0,
+        "dlse": draw(wants_dlse),
     }
     case["sequences"] = [case["dense"][1:]] * case["dense"][0]
     return case
 
 
 @settings(max_examples=100, **FIXED)
-@given(case=almost_one_key(most_rows=20))
+@given(case=almost_one_key(20, wants_dlse=st.just(False)))
 def test_almost_one_key_on_the_cpu(kernel, case):
+    run_case(kernel, torch.device("cpu"), case)
+
+
+@pytest.mark.xfail(strict=True, reason="a known fault, see CHANGELOG.md", raises=AssertionError)
+@settings(max_examples=100, **FIXED)
+@given(case=almost_one_key(20, wants_dlse=st.booleans()))
+def test_almost_one_key_with_a_gradient_of_lse_on_the_cpu(kernel, case):
     run_case(kernel, torch.device("cpu"), case)
 
 
 @pytest.mark.gpu
 @settings(max_examples=100, **FIXED)
-@given(case=almost_one_key(most_rows=140))
+@given(case=almost_one_key(140, wants_dlse=st.booleans()))
 def test_almost_one_key_on_a_gpu(kernel, case):
     run_case(kernel, torch.device("cuda"), case)

@@ -82,6 +82,7 @@ def test_packed(kernel, place, lengths, causal):
 )
 def test_packed_batches_of_both_kinds(kernel, bf16_place, lengths, heads, causal):
     inputs = make_packed(bf16_place, *lengths, heads=heads, more_rows=3)
+    inputs["s_aux"] = torch.randn(heads[0], **bf16_place)
     check(kernel, inputs, dsoftmax_lse=random_dlse(inputs), causal=causal)
 
 
