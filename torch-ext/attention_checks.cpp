@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
@@ -16,6 +17,7 @@ namespace flash_attn_norm {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 512;
+constexpr int64_t kMostHeads = 256;  // that a model is believed to have
 constexpr const char* kDenseShape = "(batch_size, seqlen_q, num_heads_q, head_dim)";
 
 struct Shapes {
@@ -44,8 +46,10 @@ void check_dtypes(const AttentionArguments& arguments) {
     const ScalarType v = arguments.v.scalar_type();
     if (k == ScalarType::Float8_e4m3fn || v == ScalarType::Float8_e4m3fn) {
         refuse(k == ScalarType::Float8_e4m3fn ? "k" : "v",
-               " has dtype torch.float8_e4m3fn; float8 keys and values are a cache's: flash_attn_with_kvcache takes them as "
-               "k_cache and v_cache, with k_descale and v_descale");
+               " has dtype torch.float8_e4m3fn; float8 keys and values are a cache's: "
+               "flash_attn_with_kvcache takes them as "
+               "k_cache and v_cache, with k_descale and v_descale, beside q in torch.bfloat16 or "
+               "torch.float16");
     }
     if (q != k || q != v) {
         refuse("q, k and v must have one dtype, but q is ", q, ", k is ", k, " and v is ", v,
@@ -62,6 +66,16 @@ void check_dtypes(const AttentionArguments& arguments) {
                "q.to(torch.bfloat16), load the model in torch.bfloat16, or run it under "
                "torch.autocast so that its projections return torch.bfloat16");
     }
+}
+
+/// Whether heads seem to come before rows: those of q would divide then, and be fewer than the
+/// rows. Where q and k would have equally many, they may as well be short sequences, unless the
+/// other reading is absurd.
+bool look_transposed(const Tensor& q, const Tensor& k) {
+    const int64_t rows_q = q.size(1), rows_k = k.size(1), heads_q = q.size(2), heads_k = k.size(2);
+    if (rows_q < 1 || rows_k < 1 || rows_q % rows_k != 0) return false;
+    if (std::max(rows_q, rows_k) >= std::max(heads_q, heads_k)) return false;
+    return rows_q != rows_k || heads_q < heads_k || heads_q > kMostHeads;
 }
 
 /// The sizes that q, k and v agree on.
@@ -96,8 +110,7 @@ Shapes check_shapes(const AttentionArguments& arguments) {
                "; they must be equal");
     }
     if (num_heads_kv < 1 || num_heads_q < 1 || num_heads_q % num_heads_kv != 0) {
-        const bool transposed =
-            !packed && q.size(1) > 0 && k.size(1) > 0 && q.size(1) % k.size(1) == 0;
+        const bool transposed = !packed && look_transposed(q, k);
         refuse("q has ", counted(num_heads_q, "head"), " and k and v have ", num_heads_kv,
                "; num_heads_q must be a positive multiple of num_heads_kv",
                transposed ? transposed_text("q", q, kDenseShape) + ", and k and v likewise" : "");

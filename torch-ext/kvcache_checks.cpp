@@ -44,6 +44,11 @@ void check_devices(const KvCacheArguments& arguments) {
 
 void check_dtypes(const KvCacheArguments& arguments) {
     const ScalarType dtype = arguments.q.scalar_type();
+    if (dtype == ScalarType::Float8_e4m3fn) {
+        refuse("q has dtype ", dtype,
+               "; it must be torch.bfloat16, torch.float16 or, on the CPU, torch.float32: only a "
+               "cache may be float8");
+    }
     const auto check = [&](const char* name, const Tensor& tensor, const std::string& cure) {
         if (tensor.scalar_type() == dtype) return;
         refuse(name, " has dtype ", tensor.scalar_type(), " and q has ", dtype,
@@ -51,6 +56,12 @@ void check_dtypes(const KvCacheArguments& arguments) {
     };
     const auto check_cache = [&](const char* name, const Tensor& cache) {
         switch (cache.scalar_type()) {
+            case ScalarType::Byte:
+                refuse(name, " has dtype ", cache.scalar_type(),
+                       "; pass bytes of float8 elements as ", name,
+                       ".view(torch.float8_e4m3fn), which copies nothing, and another cache in "
+                       "q's dtype, ",
+                       dtype);
             case ScalarType::Float8_e5m2:
             case ScalarType::Float8_e4m3fnuz:
             case ScalarType::Float8_e5m2fnuz:
@@ -67,11 +78,6 @@ void check_dtypes(const KvCacheArguments& arguments) {
     if (arguments.k_cache.scalar_type() != arguments.v_cache.scalar_type()) {
         refuse("k_cache has dtype ", arguments.k_cache.scalar_type(), " and v_cache has ",
                arguments.v_cache.scalar_type(), "; they must have one dtype");
-    }
-    if (dtype == ScalarType::Float8_e4m3fn) {
-        refuse("q has dtype ", dtype,
-               "; beside a float8 cache it must be torch.bfloat16, torch.float16 or, on the CPU, "
-               "torch.float32");
     }
     if (arguments.k) check("k", *arguments.k, "cast k, k.to(" + text(dtype) + ")");
     if (arguments.v) check("v", *arguments.v, "cast v, v.to(" + text(dtype) + ")");
@@ -109,7 +115,9 @@ void check_cache_shapes(const KvCacheArguments& arguments) {
     }
     const int64_t num_heads_q = q.size(q.dim() - 2), num_heads_kv = k.size(2);
     if (num_heads_kv < 1 || num_heads_q < 1 || num_heads_q % num_heads_kv != 0) {
-        const bool transposed = k.size(1) > 0 && num_heads_q > 0 && num_heads_q % k.size(1) == 0;
+        const int64_t rows = k.size(1);
+        const bool transposed =
+            rows > 0 && rows < num_heads_kv && num_heads_q > 0 && num_heads_q % rows == 0;
         refuse("q has ", counted(num_heads_q, "head"), " and the cache has ", num_heads_kv,
                "; num_heads_q must be a positive multiple of num_heads_kv",
                transposed ? transposed_text("k_cache", k, cache_shape) + ", and v_cache likewise"
@@ -202,6 +210,21 @@ std::string transposed_rows_text(const char* name, const Tensor& rows, const Ten
     return "; " + cache_name + " looks transposed, pass " + cache_name + ".transpose(1, 2)";
 }
 
+void check_table_rank(const char* name, const Tensor& table) {
+    if (table.dim() == 2) return;
+    std::string hint;
+    if (table.dim() == 3) {
+        hint =
+            ". It seems to be a table of Transformers, which holds each angle twice: if it "
+            "starts at position 0, pass " +
+            std::string(name) + "[0, :, :" + text(table.size(2) / 2) +
+            "], the other likewise, and rotary_interleaved=False";
+    }
+    refuse(name, " has shape ", shape_text(table), ", ", counted(table.dim(), "dimension"),
+           "; expected 2: (seqlen_rotary, rotary_dim / 2), with a row for each position from 0 on",
+           hint);
+}
+
 /// The new rows and the rotary tables.
 void check_append(const KvCacheArguments& arguments, int64_t batch_size) {
     const Tensor &k_cache = arguments.k_cache, &v_cache = arguments.v_cache;
@@ -224,8 +247,8 @@ void check_append(const KvCacheArguments& arguments, int64_t batch_size) {
     }
     if (!arguments.rotary_cos) return;
     const Tensor &cos = *arguments.rotary_cos, &sin = *arguments.rotary_sin;
-    check_rank("rotary_cos", cos, 2, "(seqlen_rotary, rotary_dim / 2)");
-    check_rank("rotary_sin", sin, 2, "(seqlen_rotary, rotary_dim / 2)");
+    check_table_rank("rotary_cos", cos);
+    check_table_rank("rotary_sin", sin);
     if (sin.size(0) != cos.size(0) || sin.size(1) != cos.size(1)) {
         refuse("rotary_cos has shape ", shape_text(cos), " and rotary_sin has shape ",
                shape_text(sin), "; they must be equal");

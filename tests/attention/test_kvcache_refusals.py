@@ -152,6 +152,34 @@ class TestRotary:
         parts = ("rotary_cos has shape (40, 16)", "twice", "rotary_cos[:, :rotary_dim // 2]")
         refused_whole(kernel, case, *parts, "rotary_interleaved=False", **twice)
 
+    @pytest.mark.parametrize("place", ["of values", "meta"])
+    def test_tables_of_transformers(self, kernel, case, bf16_place, place):
+        """The cure leads to a call that gives what the table says."""
+        case = {name: tensor.nan_to_num() for name, tensor in case.items()}
+        tables = rotary_tables(bf16_place, 40, 16)
+        wrong = {n: torch.cat([table, table], dim=-1)[None] for n, table in tables.items()}
+        given = {**case, **wrong}
+        if place == "meta":
+            given = {name: tensor.to("meta") for name, tensor in given.items()}
+        refused(
+            lambda: kernel.flash_attn_with_kvcache(**given),
+            "rotary_cos has shape (1, 40, 16), 3 dimensions; expected 2: (seqlen_rotary,",
+            "a row for each position from 0 on",
+            "pass rotary_cos[0, :, :8], the other likewise, and rotary_interleaved=False",
+        )
+        copies = {n: case[n].clone() for n in ("k_cache", "v_cache")}
+        cured = {name: table[0, :, :8] for name, table in wrong.items()}
+        out = kernel.flash_attn_with_kvcache(**case, **cured, rotary_interleaved=False)
+        same = {**case, **copies, **tables}
+        assert torch.equal(out, kernel.flash_attn_with_kvcache(**same, rotary_interleaved=False))
+
+    def test_ranks(self, kernel, case, bf16_place):
+        tables = rotary_tables(bf16_place, 40, 8)
+        wrong = {**tables, "rotary_sin": tables["rotary_sin"][None]}
+        refused_whole(kernel, case, "rotary_sin has shape (1, 40, 4)", **wrong)
+        wrong = {**tables, "rotary_cos": tables["rotary_cos"][0]}
+        refused_whole(kernel, case, "rotary_cos has shape (4,), 1 dimension", "expected 2", **wrong)
+
     def test_dtypes(self, kernel, case, bf16_place):
         tables = rotary_tables(bf16_place, 40, 8, torch.float16)
         refused_whole(kernel, case, "rotary_cos", "torch.float16", "torch.bfloat16", **tables)
@@ -406,17 +434,28 @@ class TestFloat8:
         )
 
     @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+    def test_bytes(self, kernel, float8, name):
+        wrong = float8[name].view(torch.uint8)
+        cure = f"{name}.view(torch.float8_e4m3fn)"
+        said = (f"{name} has dtype torch.uint8", cure)
+        refused_whole(kernel, float8, *said, **{name: wrong})
+        meta = {n: value.to("meta") for n, value in {**float8, name: wrong}.items()}
+        refused(lambda: kernel.flash_attn_with_kvcache(**meta), *said)
+        kernel.flash_attn_with_kvcache(**{**float8, name: wrong.view(torch.float8_e4m3fn)})
+
+    @pytest.mark.parametrize("name", ["k_cache", "v_cache"])
     def test_one_cache_alone(self, kernel, case, float8, name):
         refused_whole(kernel, float8, "must have one dtype", **{name: case[name]})
 
     @pytest.mark.parametrize("name", ["q", "k", "v"])
-    def test_float8_elsewhere(self, kernel, float8, name):
+    def test_float8_elsewhere(self, kernel, case, float8, name):
         wrong = float8[name].to(torch.float8_e4m3fn)
         text = f"{name} has dtype torch.float8_e4m3fn"
         refused_whole(kernel, float8, "dtype torch.float8_e4m3fn", **{name: wrong})
         if name == "q":
             both = {other: float8[other].to(torch.float8_e4m3fn) for other in ("q", "k", "v")}
             refused_whole(kernel, float8, text, "torch.bfloat16", **both)
+            refused_whole(kernel, case, text, "only a cache may be float8", q=both["q"])
 
     @pytest.mark.parametrize("name", ["k_descale", "v_descale"])
     def test_descale(self, kernel, case, float8, name, bf16_place):

@@ -107,7 +107,7 @@ def test_dtypes_that_attention_does_not_take(kernel, inputs, dtype):
 @pytest.mark.parametrize("names", ["kv", "qkv", "v"])
 def test_float8_keys_are_a_caches(kernel, inputs, packed_inputs, names):
     parts = (f"{names.replace('q', '')[0]} has dtype torch.float8_e4m3fn",)
-    parts += ("flash_attn_with_kvcache", "k_descale")
+    parts += ("flash_attn_with_kvcache", "k_descale", "q in torch.bfloat16 or torch.float16")
     for call, given in ((dense, inputs), (packed, packed_inputs)):
         wrong = {name: given[name].to(torch.float8_e4m3fn) for name in names}
         refused(call(kernel, {**given, **wrong}), *parts)
@@ -120,11 +120,29 @@ def test_a_mask_is_no_bias(kernel, inputs, packed_inputs):
     parts = ("attn_bias has dtype torch.bool", "masked_fill(~mask, float('-inf'))")
     refused(dense(kernel, inputs, attn_bias=mask[None, None]), *parts)
     refused(packed(kernel, packed_inputs, attn_bias=mask[None]), *parts)
+    # Of two dimensions: dtype and shape at once.
+    parts = ("shape (9, 12), a mask", "1 or seqlen_q, seqlen_k)", "float('-inf'))[None, None]")
+    refused(dense(kernel, inputs, attn_bias=mask), *parts)
+    parts = ("(9, 12), a mask", "(1 or num_heads_q, 1 or total_q", "float('-inf'))[None]")
+    refused(packed(kernel, packed_inputs, attn_bias=mask), *parts)
     # The cure does what it says.
     q = inputs["q"]
     bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
     same = kernel.flash_attn_func(**inputs)
     assert torch.equal(kernel.flash_attn_func(**inputs, attn_bias=bias[None, None]), same)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_a_padding_mask_is_no_bias(kernel, inputs, packed_inputs, dtype):
+    mask = torch.ones(2, 12, dtype=dtype, device=inputs["q"].device)
+    parts = (
+        f"attn_bias has dtype {dtype} and shape (2, 12), as a padding mask has it",
+        "flash_attn_varlen_func with their cu_seqlens_q and cu_seqlens_k, and with seqused_k",
+    )
+    refused(dense(kernel, inputs, attn_bias=mask), *parts)
+    refused(packed(kernel, packed_inputs, attn_bias=mask), *parts)
+    other = torch.ones(2, 1, 9, 12, dtype=torch.int64, device=mask.device)
+    refused(dense(kernel, inputs, attn_bias=other), "attn_bias has dtype torch.int64", "float32")
 
 
 def test_a_tensor_in_the_place_of_dropout_p(kernel, inputs, packed_inputs):
@@ -133,6 +151,9 @@ def test_a_tensor_in_the_place_of_dropout_p(kernel, inputs, packed_inputs):
     for mask in (torch.ones(9, 12, dtype=torch.bool), torch.zeros(2, 1, 9, 12)):
         parts = ("dropout_p is a tensor of shape", str(tuple(mask.shape)), "attn_bias=", "by name")
         refused(lambda mask=mask: kernel.flash_attn_func(q, k, v, mask), *parts)
+    parts = ("dropout_p is None; it must be a number", "attn_mask", "attn_bias=", "by name")
+    refused(lambda: kernel.flash_attn_func(q, k, v, None), *parts)
+    refused(lambda: kernel.flash_attn_func(q, k, v, None, 0.0, True), *parts)
     lengths = packed_inputs["cu_seqlens_q"]
     parts = ("dropout_p is a tensor of shape (3,)", "flash_attn_varlen_func")
     refused(lambda: kernel.flash_attn_func(q, k, v, lengths, lengths), *parts)
@@ -353,6 +374,38 @@ def test_max_seqlen(kernel, packed_inputs, name):
     refused(packed(kernel, packed_inputs, **{name: None}), f"{name} is None")
     wrong = torch.tensor([5, 4])
     refused(packed(kernel, packed_inputs, **{name: wrong}), f"{name} has shape (2,)")
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        wrong = torch.ones((), dtype=dtype)
+        said = f"{name} is a tensor of {dtype}; it must be an int"
+        refused(packed(kernel, packed_inputs, **{name: wrong}), said)
+    packed(kernel, packed_inputs, **{name: torch.tensor(9)})()
+
+
+@pytest.mark.parametrize(
+    "value", [0, 1, None, 2, -1, 1.5, "no", torch.tensor(True), torch.tensor(1)], ids=repr
+)
+def test_flags(kernel, inputs, packed_inputs, value):
+    """Every flag of every function."""
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+    cache = {"q": q, "k_cache": k, "v_cache": v}
+    calls = [
+        *((dense, inputs, n) for n in ("causal", "deterministic", "return_softmax_lse")),
+        *((packed, packed_inputs, n) for n in ("causal", "deterministic", "return_attn_probs")),
+    ]
+    calls = [(name, call(kernel, given, **{name: value})) for call, given, name in calls]
+    for name in ("causal", "rotary_interleaved", "return_softmax_lse"):
+        options = {**cache, name: value}
+        calls.append((name, lambda o=options: kernel.flash_attn_with_kvcache(**o)))
+    for name in ("prenorm", "residual_in_fp32"):
+        for norm in (kernel.rms_norm, kernel.layer_norm):
+            calls.append((name, lambda norm=norm, name=name: norm(q, **{name: value})))
+    for name, call in calls:
+        if value is None or (type(value) is int and value in (0, 1)):
+            call()
+        else:
+            refused(call, f"{name} is {value!r} ({type(value).__name__}); it must be True or False")
+    if value == 2:
+        refused(lambda: kernel.check_inputs(value), "enabled is 2 (int)")
 
 
 def test_flags_by_position(kernel, inputs, packed_inputs):
@@ -381,6 +434,31 @@ def test_heads_before_rows(kernel, inputs, device):
         "q has shape (2, 4, 9, 16), expected (batch_size, seqlen_q, num_heads_q, head_dim)",
         "it looks transposed, pass q.transpose(1, 2), and k and v likewise",
     )
+
+
+@pytest.mark.parametrize("device", ["of values", "meta"])
+@pytest.mark.parametrize(
+    ("rows", "heads", "transposed"),
+    [
+        ((1024, 1024), (14, 4), False),
+        ((1024, 512), (14, 4), False),
+        ((8, 8), (14, 4), False),  # may as well be 8 heads of 14 and 4 rows
+        ((8, 8), (1, 100), True),  # a new row of 8 heads and their keys
+        ((8, 8), (1000, 77), True),
+        ((14, 2), (1024, 1000), True),
+        ((14, 4), (1024, 1000), False),
+    ],
+    ids=str,
+)
+def test_heads_that_do_not_divide_and_how_they_are_laid_out(
+    kernel, bf16_place, device, rows, heads, transposed
+):
+    place = bf16_place if device == "of values" else {**bf16_place, "device": "meta"}
+    q = torch.empty(1, rows[0], heads[0], 64, **place)
+    k = torch.empty(1, rows[1], heads[1], 64, **place)
+    with pytest.raises(ValueError, match=f"^q has {heads[0]} heads? .* multiple") as caught:
+        kernel.flash_attn_func(q, k, k)
+    assert ("transpose" in str(caught.value)) == transposed
 
 
 def test_packed_tensors(kernel, bf16_place):

@@ -59,7 +59,13 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_dropout_p(value: Any) -> float:
-    """``check_number``; of a tensor with dimensions it says which argument it looks like."""
+    """``check_number``; of None, and of a tensor with dimensions, it says which argument stands in
+    this one's place."""
+    if value is None:
+        raise ValueError(
+            "dropout_p is None; it must be a number. torch's scaled_dot_product_attention has its "
+            "attn_mask at this place, which is attn_bias=... here; pass arguments by name"
+        )
     if isinstance(value, Tensor) and value.dim() > 0:
         takes_lengths = value.dim() == 1 and not value.is_floating_point()
         looks_like = (
@@ -94,11 +100,13 @@ def check_whole_number(name: str, value: Any, what: str = "an int") -> int:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """True or False; 1, 0 and None count as these."""
+    """True or False; 1, 0 and None count as these. Another int does not: it is a window or a number
+    of splits that stands in another argument's place."""
     if isinstance(value, (bool, torch.SymBool)):
         return value
+    is_bit = isinstance(value, int) and value in (0, 1)
     # NumPy's bool is no int; its name is bool_ before NumPy 2 and bool since.
-    if value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_"):
+    if value is None or is_bit or type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise ValueError(f"{name} is {_text(value)}; it must be True or False")
 

@@ -4,6 +4,7 @@ gradient, a differentiable log-sum-exp."""
 from collections.abc import Sequence
 from typing import Optional, Union
 
+import torch
 from torch import Tensor
 
 from .arguments import by_name, check_dropout_p, check_flag, check_whole_number
@@ -237,6 +238,11 @@ def _check_max_seqlen(name: str, value: Union[int, Tensor]) -> None:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; it must be an int or a tensor without "
                 "dimensions"
+            )
+        if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
+            raise ValueError(
+                f"{name} is a tensor of {value.dtype}; it must be an int or a tensor of an integer "
+                "dtype without dimensions"
             )
     elif check_whole_number(name, value, "an int of at least 0, or a tensor") < 0:
         raise ValueError(f"{name} is {value}; it must be an int of at least 0, or a tensor")

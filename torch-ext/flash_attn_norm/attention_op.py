@@ -17,7 +17,7 @@ from .arguments import (
     refuse_dtensor,
     refuse_forward_mode,
 )
-from .attention_shapes import check_attention_scalars, check_dropout, check_shapes
+from .attention_shapes import check_attention_scalars, check_dropout, check_shapes, refuse_mask
 from .calls import differentiable, save_nothing
 
 _check_values = False
@@ -129,13 +129,8 @@ def check_tensors(
         if value is not None:
             refuse_dtensor(name, value)
             check_tensor(name, value)
-    if attn_bias is not None and attn_bias.dtype is torch.bool:
-        raise ValueError(
-            "attn_bias has dtype torch.bool, a mask; it must be torch.float32 or q's, as it is "
-            "added to the scores. Of a mask that is True at the keys that a row sees: "
-            "torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, "
-            "float('-inf'))"
-        )
+    if attn_bias is not None and not attn_bias.dtype.is_floating_point:
+        refuse_mask(q, k, cu_seqlens_q, attn_bias)
 
 
 def check_scalars(causal: bool, softcap: float, dropout_p: float) -> tuple[bool, float, float]:

@@ -18,6 +18,7 @@ from .fake_checks import (
 )
 
 _MAX_HEAD_DIM = 512
+_MOST_HEADS = 256  # that a model is believed to have
 _SHAPES = {
     False: {
         "q": "(batch_size, seqlen_q, num_heads_q, head_dim)",
@@ -54,7 +55,7 @@ def check_shapes(
             raise ValueError(
                 f"{name} has dtype {value.dtype}; float8 keys and values are a cache's: "
                 "flash_attn_with_kvcache takes them as k_cache and v_cache, with k_descale and "
-                "v_descale"
+                "v_descale, beside q in torch.bfloat16 or torch.float16"
             )
     require(
         q.dtype == k.dtype == v.dtype,
@@ -110,6 +111,34 @@ def check_dropout(dropout_p: float, rng_state: Optional[Tensor]) -> None:
         )
 
 
+def refuse_mask(q: Tensor, k: Tensor, cu_seqlens_q: Optional[Tensor], attn_bias: Tensor) -> None:
+    """Refuses a mask in a bias's place with what makes a bias of it. One of integers that is no
+    padding mask is the op's matter, as what does not go together otherwise."""
+    packed = cu_seqlens_q is not None
+    if q.dim() != (3 if packed else 4) or k.dim() != q.dim():
+        return
+    shape, is_bool = tuple(attn_bias.shape), attn_bias.dtype is torch.bool
+    needed = f"torch.float32 or q's, of shape {_SHAPES[packed]['attn_bias']}"
+    said = f"attn_bias has dtype {attn_bias.dtype} and shape {shape}"
+    batch_size = cu_seqlens_q.shape[0] - 1 if cu_seqlens_q is not None else q.shape[0]
+    is_padding = len(shape) == 2 and shape[0] == batch_size and (packed or shape[1] == k.shape[1])
+    if is_padding and not (is_bool and shape[0] == q.shape[-3]):
+        raise ValueError(
+            f"{said}, as a padding mask has it, (batch_size, seqlen_k); it must be {needed}. Leave "
+            "the padding out instead: pack the sequences and call flash_attn_varlen_func with "
+            "their cu_seqlens_q and cu_seqlens_k, and with seqused_k where only the first keys of "
+            "each are used"
+        )
+    if is_bool:
+        lacking = len(_SHAPES[packed]["attn_bias"].split(", ")) - len(shape)
+        index = f"[{', '.join(['None'] * lacking)}]" if lacking > 0 else ""
+        raise ValueError(
+            f"{said}, a mask; it must be {needed}, as it is added to the scores. Of a mask that is "
+            "True at the keys that a row sees: torch.zeros(mask.shape, dtype=q.dtype, "
+            f"device=q.device).masked_fill(~mask, float('-inf')){index}"
+        )
+
+
 def _check_rank(name: str, tensor: Tensor, packed: bool) -> None:
     rank = 3 if packed else 4
     if tensor.dim() != rank:
@@ -143,9 +172,8 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         ),
     )
     if num_heads_kv < 1 or num_heads_q < 1 or num_heads_q % num_heads_kv != 0:
-        rows = q.shape[-3], k.shape[-3]
-        transposed = not packed and rows[0] > 0 and rows[1] > 0 and rows[0] % rows[1] == 0
         hint = transposed_text("q", q, _SHAPES[False]["q"]) + ", and k and v likewise"
+        transposed = not packed and _look_transposed(q, k)
         raise ValueError(
             f"q has {counted(num_heads_q, 'head')} and k and v have {num_heads_kv}; num_heads_q "
             f"must be a positive multiple of num_heads_kv{hint if transposed else ''}"
@@ -161,6 +189,16 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
         head_dim = tensor.shape[-1]
         if head_dim < 1 or head_dim > _MAX_HEAD_DIM:
             raise ValueError(f"{name} head_dim {head_dim}; allowed are 1 to {_MAX_HEAD_DIM}")
+
+
+def _look_transposed(q: Tensor, k: Tensor) -> bool:
+    """Whether heads seem to come before rows: those of q would divide then, and be fewer than the
+    rows. Where q and k would have equally many, they may as well be short sequences, unless the
+    other reading is absurd."""
+    rows, heads = (q.shape[1], k.shape[1]), (q.shape[2], k.shape[2])
+    if min(rows) < 1 or rows[0] % rows[1] != 0 or max(rows) >= max(heads):
+        return False
+    return rows[0] != rows[1] or heads[0] < heads[1] or heads[0] > _MOST_HEADS
 
 
 def _check_index_tensor(name: str, tensor: Optional[Tensor]) -> None:

@@ -18,6 +18,7 @@ _TWICE = (
     ". It seems to hold each angle twice, as the tables of Transformers do: pass "
     "rotary_cos[:, :rotary_dim // 2], rotary_sin likewise, and rotary_interleaved=False"
 )
+_TABLE_SHAPE = "(seqlen_rotary, rotary_dim / 2), with a row for each position from 0 on"
 _CURE_OF_A_CACHE = "cast q, or make the cache in q's"
 
 
@@ -121,7 +122,18 @@ def check_kvcache_numbers(
 
 
 def _check_cache_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if q.dtype == torch.float8_e4m3fn:
+        raise ValueError(
+            f"q has dtype {q.dtype}; it must be torch.bfloat16, torch.float16 or, on the CPU, "
+            "torch.float32: only a cache may be float8"
+        )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dtype == torch.uint8:
+            raise ValueError(
+                f"{name} has dtype {cache.dtype}; pass bytes of float8 elements as "
+                f"{name}.view(torch.float8_e4m3fn), which copies nothing, and another cache in q's "
+                f"dtype, {q.dtype}"
+            )
         if cache.dtype in _OTHER_FLOAT8:
             raise ValueError(
                 f"{name} has dtype {cache.dtype}; of the float8 dtypes a cache may have "
@@ -133,11 +145,6 @@ def _check_cache_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         raise ValueError(
             f"k_cache has dtype {k_cache.dtype} and v_cache has {v_cache.dtype}; they must have "
             "one dtype"
-        )
-    if q.dtype == torch.float8_e4m3fn:
-        raise ValueError(
-            f"q has dtype {q.dtype}; beside a float8 cache it must be torch.bfloat16, "
-            "torch.float16 or, on the CPU, torch.float32"
         )
 
 
@@ -165,6 +172,22 @@ def _check_rank(name: str, tensor: Optional[Tensor], rank: int) -> None:
         )
 
 
+def _check_table_rank(name: str, table: Tensor) -> None:
+    if table.dim() == 2:
+        return
+    hint = ""
+    if table.dim() == 3:
+        hint = (
+            ". It seems to be a table of Transformers, which holds each angle twice: if it starts "
+            f"at position 0, pass {name}[0, :, :{table.shape[2] // 2}], the other likewise, and "
+            "rotary_interleaved=False"
+        )
+    raise ValueError(
+        f"{name} has shape {tuple(table.shape)}, {counted(table.dim(), 'dimension')}; expected 2: "
+        f"{_TABLE_SHAPE}{hint}"
+    )
+
+
 def _check_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
     k_shape, v_shape = k_cache.shape, v_cache.shape
     require(
@@ -179,7 +202,7 @@ def _check_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> No
         layout = "num_pages, page_size" if paged else "batch_size_cache, seqlen_cache"
         hint = transposed_text("k_cache", k_cache, f"({layout}, num_heads_kv, head_dim)")
         rows = k_shape[1]
-        transposed = rows > 0 and num_heads_q > 0 and num_heads_q % rows == 0
+        transposed = 0 < rows < num_heads_kv and num_heads_q > 0 and num_heads_q % rows == 0
         raise ValueError(
             f"q has {counted(num_heads_q, 'head')} and the cache has {num_heads_kv}; num_heads_q "
             "must be a positive multiple of num_heads_kv"
@@ -300,8 +323,8 @@ def _check_new_rows(
         raise ValueError(f"{missing} is missing; a rotation takes both rotary_cos and rotary_sin")
     if rotary_cos is None:
         return
-    _check_rank("rotary_cos", rotary_cos, 2)
-    _check_rank("rotary_sin", rotary_sin, 2)
+    _check_table_rank("rotary_cos", rotary_cos)
+    _check_table_rank("rotary_sin", rotary_sin)
     if rotary_cos.dtype != rotary_sin.dtype or rotary_cos.dtype not in (q.dtype, torch.float32):
         raise ValueError(
             f"rotary_cos has dtype {rotary_cos.dtype} and rotary_sin has {rotary_sin.dtype}; both "
