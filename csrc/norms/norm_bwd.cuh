@@ -4,6 +4,7 @@
 
 #include "norms/norm_bwd_column_sums.cuh"
 #include "norms/norm_bwd_params.h"
+#include "norms/norm_bwd_row.cuh"
 #include "norms/norm_math.cuh"
 #include "norms/row_columns.cuh"
 #include "norms/row_stages.cuh"
@@ -120,19 +121,16 @@ class BwdWeight {
     ThreadSmem smem_;
 };
 
-/// mean and rstd of a row; zeros past the last row, whose dout is zero too.
+/// Zeros past the last row, whose dout is zero too.
 template <class Config>
-struct BwdStats {
-    float mean = 0.0f;
-    float rstd = 0.0f;
-
-    __device__ BwdStats() {}
-    __device__ BwdStats(const NormBwdParams& params, const WalkedRow& row) {
-        if (!row.is_inside) return;
-        rstd = __ldg(params.rstd + row.index);
-        if (Config::kLayerNorm) mean = __ldg(params.mean + row.index);
-    }
-};
+__device__ __forceinline__ BwdStats<Config> load_stats(const NormBwdParams& params,
+                                                       const WalkedRow& row) {
+    BwdStats<Config> stats;
+    if (!row.is_inside) return stats;
+    stats.rstd = __ldg(params.rstd + row.index);
+    if (Config::kLayerNorm) stats.mean = __ldg(params.mean + row.index);
+    return stats;
+}
 
 /// What is kept of a row from its first to its second half.
 template <class Config>
@@ -142,18 +140,6 @@ struct BwdRow {
     float xhat[Config::kHoldsXhat ? Config::kVecs : 1][Config::kPack];
     float dxhat[Config::kHoldsDxhat ? Config::kVecs : 1][Config::kPack];
 };
-
-/// (sum - mean) * rstd of a pack, in place. The product is rounded once, with the sum: what that
-/// changes is no more than the rounding of the mean itself.
-template <class Config>
-__device__ __forceinline__ void normalize(const BwdStats<Config>& stats, float* values) {
-    const float shift = Config::kLayerNorm ? -stats.mean * stats.rstd : 0.0f;
-#pragma unroll
-    for (int i = 0; i < Config::kPack; ++i) {
-        values[i] =
-            Config::kLayerNorm ? fmaf(values[i], stats.rstd, shift) : values[i] * stats.rstd;
-    }
-}
 
 /// The first half of a row: a thread's part of its sums, and of those for dweight and dbias.
 /// kRounds says that the forward pass multiplied the weight by xhat as rounded to x's dtype.
@@ -168,22 +154,18 @@ __device__ __forceinline__ void accumulate_row(const BwdStages<Config>& stages, 
         float weight[Config::kPack];
         float dout[Config::kPack];
         float xhat[Config::kPack];
+        float dxhat[Config::kPack];
         weights.get(v, weight);
         stages.get_dout(stage, v, dout);
         stages.get_sum(stage, v, xhat);
-        normalize(row.stats, xhat);
-        float products = 0.0f;
-        float total = 0.0f;
+        row.stats.normalize(xhat);
 #pragma unroll
         for (int i = 0; i < Config::kPack; ++i) {
-            const float dxhat = dout[i] * weight[i];
-            products = fmaf(dxhat, xhat[i], products);
-            total += dxhat;
+            dxhat[i] = __fmul_rn(dout[i], weight[i]);
             if constexpr (Config::kHoldsXhat) row.xhat[v][i] = xhat[i];
-            if constexpr (Config::kHoldsDxhat) row.dxhat[v][i] = dxhat;
+            if constexpr (Config::kHoldsDxhat) row.dxhat[v][i] = dxhat[i];
         }
-        row.sums[0] += products;
-        if (Config::kLayerNorm) row.sums[Config::kSums - 1] += total;
+        add_pack_sums<Config>(dxhat, xhat, row.sums);
         if (kRounds) {
             typename Config::XPack rounded;
             rounded.set(xhat);
@@ -204,14 +186,14 @@ __device__ __forceinline__ void get_held(const BwdStages<Config>& stages, int st
                                          const BwdRow<Config>& row, float* xhat, float* dxhat) {
     if constexpr (!Config::kHoldsXhat) {
         stages.get_sum(stage, v, xhat);
-        normalize(row.stats, xhat);
+        row.stats.normalize(xhat);
     }
     if constexpr (!Config::kHoldsDxhat) {
         float weight[Config::kPack];
         weights.get(v, weight);
         stages.get_dout(stage, v, dxhat);
 #pragma unroll
-        for (int i = 0; i < Config::kPack; ++i) dxhat[i] *= weight[i];
+        for (int i = 0; i < Config::kPack; ++i) dxhat[i] = __fmul_rn(dxhat[i], weight[i]);
     }
 #pragma unroll
     for (int i = 0; i < Config::kPack; ++i) {
@@ -220,18 +202,14 @@ __device__ __forceinline__ void get_held(const BwdStages<Config>& stages, int st
     }
 }
 
-/// The second half of a row:
-///     dx = rstd * (dxhat - xhat * mean(dxhat * xhat) - mean(dxhat)) + dresidual_out
-/// with the mean of dxhat for LayerNorm alone.
+/// The second half of a row: dx as in BwdFormula, plus dresidual_out.
 template <class Config>
 __device__ __forceinline__ void store_dx(const NormBwdParams& params,
                                          const BwdStages<Config>& stages, int stage,
                                          const WalkedRow& place, const RowColumns<Config>& columns,
                                          const BwdWeight<Config>& weights,
                                          const BwdRow<Config>& row) {
-    const float scale = row.stats.rstd * params.problem.inv_hidden_size;
-    const float projection = row.sums[0] * scale;
-    const float shift = Config::kLayerNorm ? -row.sums[Config::kSums - 1] * scale : 0.0f;
+    const BwdFormula<Config> formula(params.problem, row.stats.rstd, row.sums);
     const int64_t start = place.start(params.problem);
     float dx[Config::kVecs][Config::kPack];
 #pragma unroll
@@ -239,11 +217,7 @@ __device__ __forceinline__ void store_dx(const NormBwdParams& params,
         float xhat[Config::kPack];
         get_held<Config>(stages, stage, v, weights, row, xhat, dx[v]);
 #pragma unroll
-        for (int i = 0; i < Config::kPack; ++i) {
-            const float scaled = Config::kLayerNorm ? fmaf(dx[v][i], row.stats.rstd, shift)
-                                                    : dx[v][i] * row.stats.rstd;
-            dx[v][i] = fmaf(-xhat[i], projection, scaled);
-        }
+        for (int i = 0; i < Config::kPack; ++i) dx[v][i] = formula.dx(dx[v][i], xhat[i]);
     }
     if (params.dresidual_out != nullptr) {
 #pragma unroll
@@ -298,7 +272,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     // One row ahead: what a row's sums take between warps and CTAs is hidden by the next row's
     // first half. `row` is the one that is finished.
     BwdRow<Config> row, next_row;
-    BwdStats<Config> later_stats(params, WalkedRow(problem, walk.first_step));
+    BwdStats<Config> later_stats = load_stats<Config>(params, WalkedRow(problem, walk.first_step));
     int stage = num_stages - 1;
     for (int step = walk.first_step - walk.num_blocks; step < walk.num_steps;
          step += walk.num_blocks) {
@@ -306,7 +280,8 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
         const int next_stage = walk.next_stage(stage);
         if (next_step < walk.num_steps) {
             next_row.stats = later_stats;
-            later_stats = BwdStats<Config>(params, WalkedRow(problem, next_step + walk.num_blocks));
+            later_stats =
+                load_stats<Config>(params, WalkedRow(problem, next_step + walk.num_blocks));
             wait_for_stage(num_stages - 1);
             if (rounding.xhat) {
                 accumulate_row<Config, true>(stages, next_stage, weights, column_sums, next_row);

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "norms/norm_bwd_params.h"
+#include "norms/norm_bwd_row.cuh"
 #include "norms/norm_math.cuh"
 #include "norms/row_columns.cuh"
 #include "norms/row_sums.cuh"
@@ -14,15 +15,18 @@
 
 namespace flash_attn_norm {
 
-/// 16 columns a thread, or 8 where float32 takes twice the registers. Both norms: what LayerNorm
-/// has more is 0 in RMSNorm.
+/// 16 columns a thread, as where there are more rows. Both norms: what LayerNorm has more is 0 in
+/// RMSNorm, or -0, which is added to no effect.
 template <DType kXDType_, DType kSumDType_, class Arch_>
 struct FewRowsConfig {
     static constexpr DType kXDType = kXDType_;
     static constexpr DType kSumDType = kSumDType_;
     static constexpr int kPack = pack_size(kXDType);
-    static constexpr int kVecs = (kSumDType == DType::kFloat32 ? 8 : 16) / kPack;
+    static constexpr int kVecs = 16 / kPack;
     static constexpr int kMaxThreads = 512;
+    static constexpr int kMinCtas = kSumDType == DType::kFloat32 ? 1 : 2;
+    static constexpr bool kLayerNorm = true;
+    static constexpr int kSums = 2;
     using Arch = WithoutClusters<Arch_>;
     using XPack = PackWords<kPack, kXDType>;
     using SumPack = PackWords<kPack, kSumDType>;
@@ -58,7 +62,7 @@ __device__ __forceinline__ void few_rows_dx(const NormBwdKernelParams& kernel_pa
     constexpr int kPack = Config::kPack;
     const NormBwdParams& params = kernel_params.params;
     const NormProblem& problem = params.problem;
-    const RowColumns<Config> columns(problem, reducer);
+    const RowColumns<Config> columns(problem, kernel_params.num_row_parts);
     const Row row(problem, blockIdx.x);
     const char* dout_row =
         row_start(params.dout, Config::kXDType, problem.rows, params.dout_strides, row.index);
@@ -78,8 +82,9 @@ __device__ __forceinline__ void few_rows_dx(const NormBwdKernelParams& kernel_pa
         dout[v].load(dout_row, columns.column(v), is_inside);
         sum[v].load(sum_row, columns.column(v), is_inside);
     }
-    const float rstd = __ldg(params.rstd + stats_row);
-    const float mean = problem.is_layer_norm ? __ldg(params.mean + stats_row) : 0.0f;
+    BwdStats<Config> stats;
+    stats.rstd = __ldg(params.rstd + stats_row);
+    if (problem.is_layer_norm) stats.mean = __ldg(params.mean + stats_row);
     if (has_weight_of_x) {
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
@@ -96,22 +101,16 @@ __device__ __forceinline__ void few_rows_dx(const NormBwdKernelParams& kernel_pa
         }
         dout[v].get(values);
         sum[v].get(xhat);
+        stats.normalize(xhat);
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) {
-            dxhat[i] *= values[i];
-            xhat[i] = (xhat[i] - mean) * rstd;
-        }
+        for (int i = 0; i < kPack; ++i) dxhat[i] = __fmul_rn(values[i], dxhat[i]);
     };
-    float means[2] = {0.0f, 0.0f};
+    float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int v = 0; v < kVecs; ++v) {
         float xhat[kPack], dxhat[kPack];
         normalize(v, xhat, dxhat);
-#pragma unroll
-        for (int i = 0; i < kPack; ++i) {
-            means[0] = fmaf(dxhat[i], xhat[i], means[0]);
-            means[1] += dxhat[i];
-        }
+        add_pack_sums<Config>(dxhat, xhat, sums);
     }
     // Requested here: before, there are not registers enough.
     if (has_residual) {
@@ -122,9 +121,9 @@ __device__ __forceinline__ void few_rows_dx(const NormBwdKernelParams& kernel_pa
                                   row.is_inside && columns.is_inside(v));
         }
     }
-    reducer.sum(means);
-    const float projection = means[0] * problem.inv_hidden_size;
-    const float shift = problem.is_layer_norm ? means[1] * problem.inv_hidden_size : 0.0f;
+    reducer.sum(sums);
+    if (!problem.is_layer_norm) sums[1] = 0.0f;
+    const BwdFormula<Config> formula(problem, stats.rstd, sums);
 
     const int64_t start = row.index * problem.hidden_size;
 #pragma unroll
@@ -135,9 +134,7 @@ __device__ __forceinline__ void few_rows_dx(const NormBwdKernelParams& kernel_pa
         if (kernel_params.is_only_row)
             store_products<Config>(params, columns.column(v), dout[v], xhat);
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) {
-            dx[i] = rstd * (fmaf(-xhat[i], projection, dx[i]) - shift);
-        }
+        for (int i = 0; i < kPack; ++i) dx[i] = formula.dx(dx[i], xhat[i]);
         if (has_residual) {
             float added[kPack];
             dresidual_out[v].get(added);
@@ -272,7 +269,7 @@ __device__ __forceinline__ void few_rows_columns(const NormBwdKernelParams& kern
 
 /// The first num_dx_ctas CTAs compute dx, the others the sums of columns.
 template <class Config>
-__global__ void __launch_bounds__(Config::kMaxThreads, 2)
+__global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     norm_bwd_few_kernel(const __grid_constant__ NormBwdKernelParams kernel_params) {
     __shared__ union {
         RowSumStorage<typename Config::Arch> rows;

@@ -18,6 +18,7 @@ struct NormBwdKernelParams {
     // The kernel of few rows and the loop kernel.
     int64_t num_dx_ctas = 0;       // the others compute column sums
     bool is_only_row = false;      // of few rows: those that compute dx store its products too
+    int num_row_parts = 1;         // of few rows: CTAs that a row takes where there are more
     int column_lanes = 32;         // of few rows: threads side by side on the columns' sums
     int64_t rows_per_partial = 0;  // where each has a run of rows
 };

@@ -132,10 +132,9 @@ void plan_loop(bool is_aligned, BwdPlan& plan) {
     plan.shape = LaunchShape();  // nothing of a plan that did not fit
     plan.kernel = is_aligned ? &norm_bwd_loop_kernel<kXDType, kPack, Arch>
                              : &norm_bwd_loop_kernel<kXDType, 1, Arch>;
-    // Each thread one pack of a row, if there are few rows: there are threads enough.
-    const int columns_per_thread = problem.rows.num_rows <= kFewRows ? 1 : 4;
+    constexpr int kColumnsPerThread = 4;  // as many for few rows: the order of sums depends on it
     plan.shape.threads_per_row = threads_for_row(
-        problem.hidden_size, columns_per_thread * (is_aligned ? kPack : 1), kLoopThreads);
+        problem.hidden_size, kColumnsPerThread * (is_aligned ? kPack : 1), kLoopThreads);
     plan.shape.row_slots = row_slots_for(plan.shape.threads_per_row, kLoopThreads);
     plan.params.num_dx_ctas =
         (problem.rows.num_rows + plan.shape.row_slots - 1) / plan.shape.row_slots;
@@ -156,27 +155,35 @@ void plan_loop(bool is_aligned, BwdPlan& plan) {
     plan.needs_final = plan.params.num_partials > 1;
 }
 
-/// One launch. False if a row has more columns than a CTA has registers for.
+/// From the plan of a persistent kernel to one launch in which as many threads have the same
+/// columns of a row, so that its sums come together in the same order. A row that takes more
+/// threads than a CTA has stays with the persistent kernel.
 template <DType kXDType, DType kSumDType, class Arch>
-bool plan_few_rows(BwdPlan& plan) {
+void plan_few_rows(BwdPlan& plan) {
     using Config = FewRowsConfig<kXDType, kSumDType, Arch>;
     constexpr int kThreads = 256;
     const NormBwdParams& params = plan.params.params;
     const int64_t packs = params.problem.hidden_size / Config::kPack;
     const int num_rows = static_cast<int>(params.problem.rows.num_rows);
-    if (packs > Config::kVecs * Config::kMaxThreads) return false;
+    const int num_parts = plan.shape.cluster_size;
+    const int threads_per_row = num_parts * plan.shape.threads_per_row;
+    if (num_parts > 2 || threads_per_row > Config::kMaxThreads) return;
     plan.kernel = &norm_bwd_few_kernel<Config>;
-    plan.shape.threads_per_row = threads_for_row(packs, Config::kVecs, Config::kMaxThreads);
-    plan.shape.row_slots = row_slots_for(plan.shape.threads_per_row, kThreads);
+    plan.needs_final = false;
+    plan.shape = LaunchShape();
+    plan.shape.threads_per_row = threads_per_row;
+    plan.shape.row_slots = row_slots_for(threads_per_row, kThreads);
+    plan.params.num_partials = 0;
+    plan.params.num_row_parts = num_parts;
     plan.params.num_dx_ctas = (num_rows + plan.shape.row_slots - 1) / plan.shape.row_slots;
     plan.shape.num_ctas = plan.params.num_dx_ctas;
-    if (!wants_column_sums(params)) return true;
+    if (!wants_column_sums(params)) return;
     // One row's products are the sums already.
     const bool has_dtypes_of_x = params.problem.weight_dtype == kXDType &&
                                  (params.dbias == nullptr || params.dbias_dtype == kXDType);
     plan.params.is_only_row =
         num_rows == 1 && has_dtypes_of_x && is_aligned(params.dweight) && is_aligned(params.dbias);
-    if (plan.params.is_only_row) return true;
+    if (plan.params.is_only_row) return;
     // As many groups of rows as there are rows, but no CTA with less than 64 bytes of a row. At
     // first one thread for each column.
     constexpr int kMinLanes = 4;
@@ -190,7 +197,18 @@ bool plan_few_rows(BwdPlan& plan) {
     }
     plan.params.column_lanes = lanes;
     plan.shape.num_ctas += (packs + lanes - 1) / lanes;
-    return true;
+}
+
+/// Aligned rows. False if they are too long, or too many.
+template <DType kXDType, DType kSumDType, class Arch>
+bool plan_aligned_rows(BwdPlan& plan) {
+    const NormProblem& problem = plan.params.params.problem;
+    if (problem.rows.num_rows > kMaxWalkedRows) return false;
+    const bool fits = problem.is_layer_norm
+                          ? plan_persistent<kXDType, kSumDType, true, Arch>(plan)
+                          : plan_persistent<kXDType, kSumDType, false, Arch>(plan);
+    if (fits && problem.rows.num_rows <= kFewRows) plan_few_rows<kXDType, kSumDType, Arch>(plan);
+    return fits;
 }
 
 template <DType kXDType, class Arch>
@@ -198,22 +216,9 @@ void plan_norm_bwd_dtype(BwdPlan& plan) {
     const NormBwdParams& params = plan.params.params;
     const bool is_aligned = has_aligned_rows(params);
     const bool is_wide = params.problem.sum_dtype != kXDType;
-    constexpr DType kWide = DType::kFloat32;
-    bool fits = false;
-    if (!is_aligned) {
-        // the loop kernel
-    } else if (params.problem.rows.num_rows <= kFewRows) {
-        fits = is_wide ? plan_few_rows<kXDType, kWide, Arch>(plan)
-                       : plan_few_rows<kXDType, kXDType, Arch>(plan);
-    } else if (params.problem.rows.num_rows > kMaxWalkedRows) {
-        // the loop kernel
-    } else if (params.problem.is_layer_norm) {
-        fits = is_wide ? plan_persistent<kXDType, kWide, true, Arch>(plan)
-                       : plan_persistent<kXDType, kXDType, true, Arch>(plan);
-    } else {
-        fits = is_wide ? plan_persistent<kXDType, kWide, false, Arch>(plan)
-                       : plan_persistent<kXDType, kXDType, false, Arch>(plan);
-    }
+    const bool fits =
+        is_aligned && (is_wide ? plan_aligned_rows<kXDType, DType::kFloat32, Arch>(plan)
+                               : plan_aligned_rows<kXDType, kXDType, Arch>(plan));
     if (!fits) plan_loop<kXDType, Arch>(is_aligned, plan);
 }
 

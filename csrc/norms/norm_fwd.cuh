@@ -61,6 +61,15 @@ struct FwdTwiceConfig : FwdConfig<kXDType_, kLayerNorm_, FwdKind::kUsual, kVecs_
     using FactorTile = uint4[1];
 };
 
+/// Few rows whose sums are added up as FwdTwiceConfig's: a single row waits for nothing but what it
+/// needs, and there are registers for that.
+template <DType kXDType_, bool kLayerNorm_, int kVecs_, class Arch_>
+struct FwdFewConfig : FwdConfig<kXDType_, kLayerNorm_, FwdKind::kUsual, kVecs_, Arch_> {
+    static constexpr int kMinCtas = 1;
+    static constexpr bool kLoadsFactorsEarly = true;
+    using FactorTile = uint4[kVecs_];
+};
+
 /// Where a row starts in what is read.
 struct FwdRowPlaces {
     const char* x;
@@ -227,7 +236,7 @@ __device__ __forceinline__ float row_stats(const NormProblem& problem, const Rou
         reducer.send(moments, columns.is_even);
         reducer.sync();
         reducer.receive(moments, problem.inv_hidden_size);
-        mean = moments.sum * problem.inv_hidden_size;
+        mean = __fmul_rn(moments.sum, problem.inv_hidden_size);
         squares[0] = moments.squares;
     } else {
         mean = 0.0f;

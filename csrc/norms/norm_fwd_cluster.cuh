@@ -109,7 +109,7 @@ __device__ __forceinline__ float receive_row(const NormProblem& problem, const R
         reducer.receive(squares);
         moments.squares = squares[0];
     }
-    mean = moments.sum * problem.inv_hidden_size;
+    mean = __fmul_rn(moments.sum, problem.inv_hidden_size);
     return row_rstd<Config::kXDType>(problem, rounding, moments.squares);
 }
 

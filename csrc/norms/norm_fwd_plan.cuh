@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "norms/alignment.h"
 #include "norms/launch.cuh"
@@ -94,42 +95,38 @@ bool launch_norm_fwd_cluster(const NormFwdParams& params, cudaStream_t stream) {
 /// Rows up to which the time of a single one counts.
 constexpr int64_t kFewFwdRows = 128;
 
+/// A row whose threads have kVecs packs each, whatever else the kernel is chosen by: the order of
+/// its sums, and with it every bit of the row, depends on that alone. False if the row is too long.
+template <DType kXDType, bool kLayerNorm, int kVecs, class Arch>
+bool launch_norm_fwd_vecs(const NormFwdParams& params, cudaStream_t stream) {
+    using InRegisters = FwdConfig<kXDType, kLayerNorm, FwdKind::kUsual, kVecs, Arch>;
+    using Twice = FwdTwiceConfig<kXDType, kLayerNorm, kVecs, Arch>;
+    using Few = std::conditional_t<kLayerNorm && kVecs == 4,
+                                   FwdFewConfig<kXDType, kLayerNorm, kVecs, Arch>, InRegisters>;
+    const int64_t packs = params.problem.hidden_size / InRegisters::kPack;
+    if (packs > kVecs * InRegisters::kMaxThreads) return false;
+    // A single row would wait for the second reading, and RMSNorm's shortest rows gain nothing.
+    constexpr int64_t kShortRow = 32;
+    if (params.problem.rows.num_rows <= kFewFwdRows) {
+        launch_norm_fwd_config<Few>(params, 1, stream);
+    } else if (params.residual != nullptr || (!kLayerNorm && packs <= kShortRow)) {
+        launch_norm_fwd_config<InRegisters>(params, 1, stream);
+    } else {
+        launch_norm_fwd_config<Twice>(params, 1, stream);
+    }
+    return true;
+}
+
 /// False if the row is too long.
 template <DType kXDType, bool kLayerNorm, class Arch>
 bool launch_usual_norm_fwd(const NormFwdParams& params, cudaStream_t stream) {
-    constexpr FwdKind kUsual = FwdKind::kUsual;
-    using FewPacks = FwdConfig<kXDType, kLayerNorm, kUsual, 2, Arch>;
-    using Rows = FwdConfig<kXDType, kLayerNorm, kUsual, 4, Arch>;
-    using FewPacksTwice = FwdTwiceConfig<kXDType, kLayerNorm, 2, Arch>;
-    using RowsTwice = FwdTwiceConfig<kXDType, kLayerNorm, 4, Arch>;
+    // Two packs a thread where sums take short: in RMSNorm, and in LayerNorm's shortest rows.
+    constexpr int64_t kShortRow = kLayerNorm ? 32 : 1024;
     const int64_t packs = params.problem.hidden_size / pack_size(kXDType);
-    const bool has_few_rows = params.problem.rows.num_rows <= kFewFwdRows;
-    constexpr int64_t kShortRow = 32;
-    const bool is_short = packs <= kShortRow;
-    // The last ones without a second reading, whose latency a single row would wait for.
-    if (params.residual == nullptr && !has_few_rows && (kLayerNorm || !is_short)) {
-        constexpr int64_t kFewPacks =
-            kLayerNorm ? kShortRow : FewPacksTwice::kVecs * FewPacksTwice::kMaxThreads;
-        if (packs <= kFewPacks) {
-            launch_norm_fwd_config<FewPacksTwice>(params, 1, stream);
-            return true;
-        }
-        if (packs <= RowsTwice::kVecs * RowsTwice::kMaxThreads) {
-            launch_norm_fwd_config<RowsTwice>(params, 1, stream);
-            return true;
-        }
+    if (packs <= kShortRow) {
+        return launch_norm_fwd_vecs<kXDType, kLayerNorm, 2, Arch>(params, stream);
     }
-    // Few packs a thread where there are few rows, and in RMSNorm where rows are short or more than
-    // one tensor's are in flight: no sum waits long, and weight and bias are there by then.
-    const bool has_short_sums = !kLayerNorm && (params.residual != nullptr || is_short);
-    if ((has_short_sums || has_few_rows) && packs <= FewPacks::kVecs * FewPacks::kMaxThreads) {
-        launch_norm_fwd_config<FewPacks>(params, 1, stream);
-        return true;
-    }
-    if (packs <= Rows::kVecs * Rows::kMaxThreads) {
-        launch_norm_fwd_config<Rows>(params, 1, stream);
-        return true;
-    }
+    if (launch_norm_fwd_vecs<kXDType, kLayerNorm, 4, Arch>(params, stream)) return true;
     return params.residual == nullptr
                ? launch_norm_fwd_cluster<kXDType, kLayerNorm, 8, Arch>(params, stream)
                : launch_norm_fwd_cluster<kXDType, kLayerNorm, 4, Arch>(params, stream);

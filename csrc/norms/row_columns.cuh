@@ -13,26 +13,44 @@ namespace flash_attn_norm {
 /// Which columns a thread has: kVecs packs, those of neighbouring threads side by side.
 template <class Config>
 struct RowColumns {
-    int first;  // of its first pack; the next ones are blockDim.x packs apart
+    int first;  // of its first pack; the next ones are `step` packs apart
     int end;
+    int step;
     bool is_even;  // every thread of the row has kVecs packs
 
     __device__ RowColumns(const NormProblem& problem,
                           const RowReducer<typename Config::Arch>& reducer) {
         const int packs = static_cast<int>(problem.hidden_size) / Config::kPack;
         const int packs_per_cta = reducer.part_of_cta(packs);
-        const int first_pack = reducer.cluster_rank() * packs_per_cta;
-        first = (first_pack + threadIdx.x) * Config::kPack;
-        end = min(first_pack + packs_per_cta, packs) * Config::kPack;
-        is_even = Config::kVecs * static_cast<int>(blockDim.x) * reducer.cluster_size() == packs;
+        step = static_cast<int>(blockDim.x);
+        set_part(packs, packs_per_cta, reducer.cluster_rank(), threadIdx.x);
+        is_even = Config::kVecs * step * reducer.cluster_size() == packs;
     }
-    __device__ int column(int v) const {
-        return first + v * static_cast<int>(blockDim.x) * Config::kPack;
+
+    /// The same columns for the threads of one CTA that do what a cluster of num_parts CTAs does, 1
+    /// or 2: one run of threads after the other.
+    __device__ RowColumns(const NormProblem& problem, int num_parts) {
+        const int packs = static_cast<int>(problem.hidden_size) / Config::kPack;
+        const int threads = static_cast<int>(blockDim.x);
+        step = num_parts == 1 ? threads : threads / 2;
+        const int thread = static_cast<int>(threadIdx.x);
+        const int part = thread < step ? 0 : 1;
+        set_part(packs, num_parts == 1 ? packs : (packs + 1) / 2, part, thread - part * step);
+        is_even = Config::kVecs * threads == packs;
     }
+
+    __device__ int column(int v) const { return first + v * step * Config::kPack; }
     __device__ bool is_inside(int v) const { return column(v) < end; }
     /// A column that exists, whatever it is where column(v) does not: what is loaded there needs no
     /// branch, and is not used.
     __device__ int column_inside(int v) const { return is_inside(v) ? column(v) : 0; }
+
+  private:
+    __device__ void set_part(int packs, int packs_per_part, int part, int thread) {
+        const int first_pack = part * packs_per_part;
+        first = (first_pack + thread) * Config::kPack;
+        end = min(first_pack + packs_per_part, packs) * Config::kPack;
+    }
 };
 
 /// Where a row starts. Found before the kernel waits for those before it, and kept in a register:

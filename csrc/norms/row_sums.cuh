@@ -202,10 +202,10 @@ class RowReducer {
         if (blockDim.x <= 32) return;
         const int set = wait_for_set();
         moments.sum = over_warps([&](int warp) { return load(set, 1, warp); });
-        const float mean = moments.sum * inv_count;
+        const float mean = __fmul_rn(moments.sum, inv_count);
         moments.squares = over_warps([&](int warp) {
             const float count = load(set, 0, warp);
-            const float distance = load(set, 1, warp) * RowMoments::inverse(count) - mean;
+            const float distance = fmaf(load(set, 1, warp), RowMoments::inverse(count), -mean);
             return fmaf(distance * count, distance, load(set, 2, warp));
         });
     }
@@ -258,12 +258,13 @@ class RowReducer {
         const int num_sums = sums_of_row();
         const int first = first_warp();
         float value = 0.0f;
-        if (num_sums <= 4) {  // fewer steps one after the other than shuffles take
+        if (num_sums <= 4) {   // fewer steps one after the other than shuffles take
+            float odd = 0.0f;  // the order of the shuffles in receive() of two sums
 #pragma unroll
             for (int warp = 0; warp < 4; ++warp) {
-                if (warp < num_sums) value += part(first + warp);
+                if (warp < num_sums) (warp % 2 == 0 ? value : odd) += part(first + warp);
             }
-            return value;
+            return value + odd;
         }
         // Up to 16 sums are read by both halves of the warp, which saves a step.
         if (!Arch::kHasClusters || num_sums <= 16) {
