@@ -7,6 +7,7 @@ TFLOP/s count 4 B H Sq Sk D forward and 2.5 times that backward, half of it unde
 import argparse
 import contextlib
 import os
+import random
 import time
 from pathlib import Path
 
@@ -22,6 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TOKENS = 16384  # batch_size * seqlen
 HIDDEN = 2048  # num_heads_q * head_dim
 LAUNCHES = 4  # per burst: short enough that the card's power limit does not cut in
+REST = 0.02  # seconds before a burst
+# After a burst of calls of more than so much work the card is at its power limit: 20 ms later the
+# next one has been seen up to 6% slower, after 50 ms all lie within 1%.
+LARGE_TFLOP = 1.0
+REST_AFTER_LARGE_CALLS = 0.05
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -29,12 +35,12 @@ def median(values: list) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def burst_seconds(function) -> float:
+def burst_seconds(function, rest: float = REST) -> float:
     """Seconds of one call on the device, the mean of a burst of calls after a rest and a call that
     is not counted. The device is kept waiting first, so that the host is ahead of it, and one more
     call before has torch's allocator keep all the memory, which it asks the driver for once."""
     function()
-    time.sleep(0.02)
+    time.sleep(rest)
     torch.cuda._sleep(8_000_000)
     function()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -141,7 +147,8 @@ def candidates_of(kernel, cell: dict, tensors: list) -> dict:
 
 
 def measure_cell(kernel, cell: dict, dtype: torch.dtype, turns: int) -> list:
-    """One figure per pass; the candidates take turns, the portable kernels one only."""
+    """One figure per pass; the candidates take turns in random order, so that none always follows
+    the one that draws the most power, the portable kernels one only."""
     tensors = random_inputs(cell, dtype)
     candidates = candidates_of(kernel, cell, tensors)
     tflop = 4e-12 * cell["batch_size"] * cell["num_heads_q"] * cell["seqlen"] ** 2
@@ -149,12 +156,14 @@ def measure_cell(kernel, cell: dict, dtype: torch.dtype, turns: int) -> list:
     figures = []
     for which, factor in (("forward", 1.0), ("backward", 2.5)):
         seconds = {name: [] for name in candidates}
+        rest = REST if factor * tflop < LARGE_TFLOP else REST_AFTER_LARGE_CALLS
         for turn in range(turns):
-            for name, (passes, context) in candidates.items():
+            for name in random.sample(list(candidates), len(candidates)):
                 if name == "portable" and turn > 0:
                     continue
+                passes, context = candidates[name]
                 with context():
-                    seconds[name].append(burst_seconds(passes[which]))
+                    seconds[name].append(burst_seconds(passes[which], rest))
         figure = {"pass": which, **cell}
         for name, (passes, context) in candidates.items():
             figure[f"{name}_ms"] = round(median(seconds[name]) * 1e3, 4)
