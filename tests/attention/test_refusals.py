@@ -143,6 +143,9 @@ def test_a_padding_mask_is_no_bias(kernel, inputs, packed_inputs, dtype):
     refused(packed(kernel, packed_inputs, attn_bias=mask), *parts)
     other = torch.ones(2, 1, 9, 12, dtype=torch.int64, device=mask.device)
     refused(dense(kernel, inputs, attn_bias=other), "attn_bias has dtype torch.int64", "float32")
+    lengths = packed_inputs["cu_seqlens_q"]
+    wrong = {**packed_inputs, "cu_seqlens_q": lengths.sum(dtype=torch.int32)}  # no dimension
+    refused(packed(kernel, wrong, attn_bias=mask), "cu_seqlens_q has shape ()")
 
 
 def test_a_tensor_in_the_place_of_dropout_p(kernel, inputs, packed_inputs):

@@ -117,6 +117,8 @@ def refuse_mask(q: Tensor, k: Tensor, cu_seqlens_q: Optional[Tensor], attn_bias:
     packed = cu_seqlens_q is not None
     if q.dim() != (3 if packed else 4) or k.dim() != q.dim():
         return
+    if cu_seqlens_q is not None and cu_seqlens_q.dim() != 1:
+        return
     shape, is_bool = tuple(attn_bias.shape), attn_bias.dtype is torch.bool
     needed = f"torch.float32 or q's, of shape {_SHAPES[packed]['attn_bias']}"
     said = f"attn_bias has dtype {attn_bias.dtype} and shape {shape}"
