@@ -39,6 +39,16 @@ __device__ __forceinline__ uint32_t mapa(uint32_t shared_address, uint32_t rank)
     return remote;
 }
 
+/// ld.shared::cluster.u32 (sm_90): a word of a CTA's shared memory, whose address comes from mapa.
+__device__ __forceinline__ uint32_t ld_cluster_u32(uint32_t remote_address) {
+    uint32_t value;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];\n"
+                 : "=r"(value)
+                 : "r"(remote_address)
+                 : "memory");
+    return value;
+}
+
 /// st.async (sm_90): stores a float in another CTA's shared memory and counts its 4 bytes on the
 /// barrier there. Both addresses come from mapa.
 __device__ __forceinline__ void st_async(uint32_t remote_address, float value,

@@ -16,6 +16,16 @@ __device__ __forceinline__ float2 ld_shared_v2_f32(uint32_t address) {
     return value;
 }
 
+/// ld.shared.v4.f32: four floats at an address of a multiple of 16.
+__device__ __forceinline__ float4 ld_shared_v4_f32(uint32_t address) {
+    float4 value;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
 /// ld.shared.f32.
 __device__ __forceinline__ float ld_shared_f32(uint32_t address) {
     float value;

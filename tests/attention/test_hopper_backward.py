@@ -121,7 +121,7 @@ def test_score_terms_over_several_tiles(kernel, head_dim, option):
 @pytest.mark.parametrize("card", ["idle", "busy"])
 @pytest.mark.parametrize("window_size", [(-1, -1), (-1, 0), (200, 0), (300, 100)], ids=str)
 @pytest.mark.parametrize("batch_size", [1, 12], ids=["fewer", "more"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_deterministic_with_fewer_and_more_tiles_than_multiprocessors(
     kernel, batch_size, head_dim, window_size, card
 ):
@@ -140,6 +140,19 @@ def test_deterministic_packed(kernel, head_dim, card):
 @pytest.mark.parametrize("card", ["idle", "busy"])
 def test_deterministic_where_steps_end_inside_a_block(kernel, card):
     assert_repeats(kernel, make_inputs(CUDA_BF16, 2, 1430, 1300, (4, 2), 128), card)
+
+
+@pytest.mark.parametrize("head_dims", [(192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window_size": (200, 30)}, {"softcap": 2.0}], ids=str
+)
+def test_deterministic_gradients_of_large_head_dims(kernel, head_dims, options):
+    check(
+        kernel,
+        make_inputs(CUDA_BF16, 6, 1100, 900, (6, 2), *head_dims),
+        deterministic=True,
+        **options,
+    )
 
 
 def assert_repeats(kernel, inputs, card, repeats=200, **options) -> None:

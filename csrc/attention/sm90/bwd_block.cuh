@@ -21,8 +21,8 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-/// Named barriers of the backward kernels; 0 is __syncthreads(). The last two are one for each
-/// consumer warpgroup.
+/// Named barriers of the backward kernels; 0 is __syncthreads(). kDqReady and kDqFree are one for
+/// each consumer warpgroup.
 enum BwdBarrier : int {
     kConsumersMeet = 1,
     kDqReady = 2,
@@ -30,6 +30,10 @@ enum BwdBarrier : int {
     kTileAdded = 6,    // all that a tile adds to dQ is on its way
     kTileCounted = 7,  // known whether it was its unit's last
     kUnitRounded = 8,
+    kWeightsReady = 9,  // the weights of a step's dS are in shared memory
+    kWeightsFree = 10,
+    kScoresStored = 11,  // a step's dS is
+    kRowsStored = 12,    // one for each consumer warpgroup: its gradient is
 };
 constexpr int kHandOverThreads = 128 + 32;  // of a warpgroup and the warp that takes its dQ
 
@@ -249,25 +253,25 @@ __device__ __forceinline__ void zero_foreign_rows(unsigned char* a, unsigned cha
     ptx::bar_sync(kConsumersMeet, kThreads);
 }
 
-/// Writes the tile of a gradient, in shared memory, to its place. kThreads threads, from 128 on;
-/// thread 128 has bulk stores to commit and wait for.
+/// Writes the tile of a gradient, in shared memory, to its place. kThreads threads; number 0 has
+/// bulk stores to commit and wait for.
 template <class Layout, int kThreads>
 __device__ __forceinline__ void store_gradient_tile(const unsigned char* rows,
                                                     const CUtensorMap* map, void* gradient,
                                                     int head_dim, const BwdTile& tile,
-                                                    const AttentionProblem& problem) {
+                                                    const AttentionProblem& problem, int thread) {
     if (problem.is_packed() && tile.keys < Layout::kRows) {  // the next sequence's rows follow
         const int64_t row_stride = int64_t{problem.num_heads_kv} * head_dim;
         uint16_t* out = static_cast<uint16_t*>(gradient) + tile.key_row * row_stride +
                         int64_t{tile.kv_head} * head_dim;
         const int units = head_dim / 8;
 #pragma unroll 1
-        for (int i = static_cast<int>(threadIdx.x) - 128; i < tile.keys * units; i += kThreads) {
+        for (int i = thread; i < tile.keys * units; i += kThreads) {
             const int row = i / units, unit = i % units;
             *reinterpret_cast<uint4*>(out + row * row_stride + unit * 8) =
                 *reinterpret_cast<const uint4*>(rows + Layout::unit_offset(row, unit));
         }
-    } else if (threadIdx.x == 128) {
+    } else if (thread == 0) {
 #pragma unroll 1
         for (int c = 0; c < Layout::kChunks; ++c) {
             ptx::tma_store_4d(map, ptx::shared_address(rows + c * Layout::kChunkBytes),

@@ -10,9 +10,12 @@ namespace flash_attn_norm {
 namespace sm90 {
 
 /// The backward kernel for head dims above 128: a cluster of two CTAs has 128 keys, 64 each, and
-/// both go through the same blocks of 64 query rows. Scores have queries as rows; P and dS pass
-/// through shared memory, and the CTAs exchange their dS, so that each has half of the columns of
-/// dQ over all 128 keys: half as many sums leave for memory as with 64 keys.
+/// both go through the same blocks of 64 query rows. The CTAs exchange their dS, so that each has
+/// half of the columns of dQ over all 128 keys: half as many sums leave for memory as with 64 keys.
+///
+/// Of the two consumer warpgroups one computes S, P and dV, the other one dP, dS, dK and dQ: each
+/// product has all 64 keys, and P^T and dS^T are the A operands of dV and dK straight from
+/// registers. So shared memory is read 5/8 as often as when each has half of every product.
 template <class Element_, int kHeadDimV_, bool kGeneral_>
 struct BwdClusterConfig {
     using Element = Element_;
@@ -22,7 +25,7 @@ struct BwdClusterConfig {
     static constexpr int kBlockM = 64;
     static constexpr int kBlockN = 64;  // of one CTA
     static constexpr int kTileKeys = 2 * kBlockN;
-    static constexpr int kWarpgroups = 2;  // consumers; one more loads
+    static constexpr int kWarpgroups = 2;  // consumers, see ClusterRole; one more loads
     static constexpr int kConsumers = 128 * kWarpgroups;
     static constexpr int kThreads = kConsumers + 128;
     static constexpr int kStages = 2;  // of Q; dO has one
@@ -35,28 +38,28 @@ struct BwdClusterConfig {
     using KLayout = TileLayout<kBlockN, kHeadDim>;
     using VLayout = TileLayout<kBlockN, kHeadDimV>;
     using PartnerKLayout = TileLayout<kBlockN, kHeadDim / 2>;
-    using SLayout = TileLayout<kBlockM, kBlockN>;  // of P and dS: queries x keys
+    using SLayout = TileLayout<kBlockM, kBlockN>;  // of dS: queries x keys
 
-    static constexpr int kKeyColumns = kBlockN / kWarpgroups;  // of the scores of a warpgroup
+    // dQ lies in memory in parts of 64 columns, as the warpgroups round it.
     static constexpr int kDqColumns = kHeadDim / 2 / kWarpgroups;
     static constexpr bool kDqByRows = false, kDqTransposed = false;
-    static constexpr int kDqRegisters = kBlockM * kDqColumns / 128;
-    // Slices of 64 head dims: the rows of dK^T and dV^T that a warpgroup has
-    static constexpr int kSlices = kHeadDim / 64 / kWarpgroups;
-    static constexpr int kSlicesV = kHeadDimV / 64 / kWarpgroups;
+    static constexpr int kDqEntries = kBlockM * kDqColumns;  // of a part
+    static constexpr int kDqRegisters = kDqEntries / 128;
 
     static AccumulatorLayout dq_layout() {
         return AccumulatorLayout{kBlockM, kHeadDim,       /*threads=*/512, /*warps_rows=*/4,
                                  1,       kDqColumns / 8, /*vector=*/4};
     }
     static AccumulatorLayout key_gradient_layout(int head_dim) {
-        AccumulatorLayout layout{kBlockN,          head_dim, /*threads=*/2 * head_dim,
-                                 /*warps_rows=*/4, 1,        kBlockN / 8,
+        return AccumulatorLayout{kBlockN,          head_dim, /*threads=*/2 * head_dim,
+                                 /*warps_rows=*/4, 1,        /*tiles_columns=*/8,
                                  /*vector=*/4};
-        layout.transposed = true;
-        return layout;
     }
 };
+
+/// What the consumer warpgroups do. The first one hands the weights of dP - delta in dS to the
+/// second: P, or with softcap P times its slope, in fp32 as they lie in registers.
+enum ClusterRole : int { kComputesProbabilities = 0, kComputesGradients = 1 };
 
 /// Shared memory of a CTA. Tiles are aligned to the 1024 bytes of their swizzle's period.
 template <class Config>
@@ -68,18 +71,20 @@ struct BwdClusterStorage {
     alignas(1024) unsigned char partner_k[Config::PartnerKLayout::kBytes];
     alignas(1024) unsigned char q[kStages][Config::QLayout::kBytes];
     alignas(1024) unsigned char dout[Config::DoutLayout::kBytes];
-    alignas(1024) unsigned char p[Config::SLayout::kBytes];
-    alignas(1024) unsigned char ds[Config::SLayout::kBytes];
-    alignas(1024) unsigned char partner_ds[Config::SLayout::kBytes];
+    // Of a step's parity, as their barriers.
+    alignas(1024) unsigned char ds[2][Config::SLayout::kBytes];
+    alignas(1024) unsigned char partner_ds[2][Config::SLayout::kBytes];
+    alignas(16) float weights[Config::kBlockM * Config::kBlockN];  // see ClusterRole
     alignas(16) float lse_log2[kStages][Config::kBlockM];
     alignas(16) float delta[Config::kBlockM];
+    int index;  // of the tile, where rank 0 draws it
     BwdTile tile;
     uint64_t kv_full;
     uint64_t q_full[kStages], q_free[kStages];
     uint64_t dout_full, dout_free;
-    uint64_t ds_full;  // the partner's dS has arrived
-    uint64_t ds_free;  // the partner has used the dS that it got
-    // Of a step's parity: dQ may be written, and whether it is stored or added.
+    uint64_t ds_full[2];  // the partner's dS has arrived
+    uint64_t ds_free[2];  // the partner has used the dS that it got
+    // Of a step's parity: dQ may be written, and whether it is stored or added (in order).
     uint64_t dq_go[2];
     int dq_is_first[2];
     uint64_t dq_free;  // the sums of dQ are zeros: who had their place before is done

@@ -18,7 +18,7 @@
 namespace flash_attn_norm {
 namespace sm90 {
 
-/// One thread's view of the consumers' work.
+/// One thread's view of the consumers' work. Scores and their gradients have keys as rows.
 template <class Config>
 struct BwdClusterConsumer : BwdConsumerThread<Config> {
     using Thread = BwdConsumerThread<Config>;
@@ -27,195 +27,204 @@ struct BwdClusterConsumer : BwdConsumerThread<Config> {
     using Thread::lane, Thread::meet, Thread::thread, Thread::warp, Thread::warpgroup;
     static constexpr int kBlockM = Config::kBlockM;
     static constexpr int kBlockN = Config::kBlockN;
-    static constexpr int kColumns = Config::kKeyColumns;
+    static constexpr int kSteps = kBlockM / 16;  // of 16 queries
     using QLayout = typename Config::QLayout;
     using DoutLayout = typename Config::DoutLayout;
     using KLayout = typename Config::KLayout;
     using VLayout = typename Config::VLayout;
     using SLayout = typename Config::SLayout;
-    using Chunk = typename Config::ChunkLayout;
-    using ScoresMma = ptx::Wgmma<kType, kColumns>;
-    using SliceMma = ptx::Wgmma<kType, kBlockN>;
-    using DqMma = ptx::Wgmma<kType, Config::kDqColumns>;
+    using ScoresMma = ptx::Wgmma<kType, kBlockM>;
+    using DqMma = ptx::Wgmma<kType, Config::kHeadDim / 2>;
 
     BwdClusterAddresses<Config> shared;
-    // dK^T and dV^T: rows are head dims
-    float dk[Config::kSlices][kBlockN / 2], dv[Config::kSlicesV][kBlockN / 2];
 
     __device__ __forceinline__ explicit BwdClusterConsumer(
         const BwdClusterAddresses<Config>& addresses)
         : shared(addresses) {
         Thread::find_place(static_cast<int>(threadIdx.x));
-#pragma unroll
-        for (int i = 0; i < kBlockN / 2; ++i) {
-#pragma unroll
-            for (int slice = 0; slice < Config::kSlices; ++slice) dk[slice][i] = 0.0f;
-#pragma unroll
-            for (int slice = 0; slice < Config::kSlicesV; ++slice) dv[slice][i] = 0.0f;
-        }
     }
 
-    /// S or dP of this warpgroup's keys: `keys` is the tile of K or V, `queries` that of Q or dO.
-    template <class QueryLayout, class KeyLayout>
-    __device__ __forceinline__ void scores_mma(float* acc, uint32_t queries, uint32_t keys) const {
-        const uint64_t a = QueryLayout::column_descriptor(queries);
-        const uint64_t b = KeyLayout::column_descriptor(
-            keys + static_cast<uint32_t>(warpgroup * kColumns * KeyLayout::kRowBytes));
+    /// Says that this warp has read what `barrier` guards.
+    __device__ __forceinline__ void release(uint32_t barrier) const {
+        if (lane() == 0) ptx::mbarrier_arrive(barrier);
+    }
+
+    /// S^T or dP^T: `keys` is the tile of K or V, `queries` that of Q or dO.
+    template <class KeyLayout, class QueryLayout>
+    __device__ __forceinline__ void scores_mma(float* acc, uint32_t keys, uint32_t queries) const {
+        const uint64_t a = KeyLayout::column_descriptor(keys);
+        const uint64_t b = QueryLayout::column_descriptor(queries);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < QueryLayout::kColumns / 16; ++k) {
-            ScoresMma::template ss<kInner, kInner>(
-                acc, a + (QueryLayout::column_step_offset(k) >> 4),
-                b + (KeyLayout::column_step_offset(k) >> 4), k != 0);
+            ScoresMma::template ss<kInner, kInner>(acc, a + (KeyLayout::column_step_offset(k) >> 4),
+                                                   b + (QueryLayout::column_step_offset(k) >> 4),
+                                                   k != 0);
         }
         ptx::wgmma_commit_group();
     }
 
-    /// A slice of dV^T += dO^T P or dK^T += Q^T dS: `queries` is its chunk of 64 columns.
-    __device__ __forceinline__ void slice_mma(float* acc, uint32_t queries, uint32_t scores) const {
-        const uint64_t a = Chunk::row_descriptor(queries);
-        const uint64_t b = SLayout::row_descriptor(scores);
+    /// dV += P^T dO or dK += dS^T Q over the steps [kBegin, kEnd) of 16 queries, P^T or dS^T
+    /// rounded in registers.
+    template <class QueryLayout, int kBegin, int kEnd>
+    __device__ __forceinline__ void key_gradient_mma(float* acc, const uint32_t* scores,
+                                                     uint32_t queries) const {
+        using Mma = ptx::Wgmma<kType, QueryLayout::kColumns>;
+        const uint64_t b = QueryLayout::row_descriptor(queries);
+        ptx::wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kBlockM / 16; ++k) {
-            SliceMma::template ss<kOuter, kOuter>(acc, a + (Chunk::row_step_offset(k) >> 4),
-                                                  b + (SLayout::row_step_offset(k) >> 4), 1);
+        for (int k = kBegin; k < kEnd; ++k) {
+            Mma::template rs<kOuter>(acc, scores + 4 * k,
+                                     b + (QueryLayout::row_step_offset(k) >> 4), 1);
         }
+        ptx::wgmma_commit_group();
     }
 
-    /// dQ += dS K over the keys of one CTA: `keys` is a chunk of 64 columns of its K.
+    /// This CTA's columns of dQ += dS K over the keys of one CTA. `keys` is its first chunk of K.
+    template <class Layout>
     __device__ __forceinline__ void dq_mma(float* acc, uint32_t scores, uint32_t keys,
                                            bool accumulate) const {
         const uint64_t a = SLayout::column_descriptor(scores);
-        const uint64_t b = Chunk::row_descriptor(keys);
+        const uint64_t b = Layout::row_descriptor(keys);
         ptx::wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kBlockN / 16; ++k) {
             DqMma::template ss<kInner, kOuter>(acc, a + (SLayout::column_step_offset(k) >> 4),
-                                               b + (Chunk::row_step_offset(k) >> 4),
+                                               b + (Layout::row_step_offset(k) >> 4),
                                                accumulate || k != 0);
         }
         ptx::wgmma_commit_group();
     }
 
-    __device__ __forceinline__ int row(int r) const { return warp() * 16 + lane() / 4 + 8 * r; }
-
-    /// Sets the scores of keys that their row does not see to -inf.
+    /// Sets the scores of rows that do not see their key to -inf.
     __device__ __forceinline__ void mask_scores(float* st, const BwdTile& tile, int block) const {
-        const int first_key = warpgroup * kColumns + 2 * (lane() % 4);
+        const int first_row = block * kBlockM + 2 * (lane() % 4);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int i = block * kBlockM + row(r);
-            const int begin = i - tile.row_end + 1 - first_key;
-            const int end = min(i - tile.row_begin + 1, tile.keys) - first_key;
+            const int key = warp() * 16 + lane() / 4 + 8 * r;
+            const int begin = key < tile.keys ? key + tile.row_begin - first_row : kBlockM;
+            const int end = key + tile.row_end - first_row;
 #pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
+            for (int j = 0; j < kBlockM / 8; ++j) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int key = 8 * j + e;
-                    if (key < begin || key >= end) st[4 * j + 2 * r + e] = negative_infinity();
+                    const int row = 8 * j + e;
+                    if (row < begin || row >= end) st[4 * j + 2 * r + e] = negative_infinity();
                 }
             }
         }
     }
 
-    /// S -> P in place.
-    __device__ __forceinline__ void probabilities(float* st, int stage, float scale_log2) const {
+    /// The LSE or delta, from `rows`, of this thread's queries.
+    __device__ __forceinline__ void load_rows(float2* values, uint32_t rows) const {
+        const uint32_t place = rows + static_cast<uint32_t>(lane() % 4 * 8);
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float lse =
-                ptx::ld_shared_f32(shared.lse_log2(stage) + static_cast<uint32_t>(row(r) * 4));
+        for (int j = 0; j < kBlockM / 8; ++j) values[j] = ptx::ld_shared_v2_f32(place + j * 32);
+    }
+
+    /// S^T -> P^T in place.
+    __device__ __forceinline__ void probabilities(float* st, const float2* lse_log2,
+                                                  float scale_log2) const {
 #pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float2 l = lse_log2[j];
+            float* s = st + 4 * j;
+            s[0] = ptx::ex2_approx(fmaf(s[0], scale_log2, -l.x));
+            s[1] = ptx::ex2_approx(fmaf(s[1], scale_log2, -l.y));
+            s[2] = ptx::ex2_approx(fmaf(s[2], scale_log2, -l.x));
+            s[3] = ptx::ex2_approx(fmaf(s[3], scale_log2, -l.y));
+        }
+    }
+    /// The same with softcap and ALiBi, and the weights in dS.
+    __device__ __forceinline__ void general_probabilities(const BwdScoreTerms& terms, float* st,
+                                                          float* weights, const float2* lse_log2,
+                                                          int block) const {
+        const int row = block * kBlockM + lane() % 4 * 2, key = warp() * 16 + lane() / 4;
 #pragma unroll
-                for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                    st[4 * j + e] = ptx::ex2_approx(fmaf(st[4 * j + e], scale_log2, -lse));
-                }
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float2 l = lse_log2[j];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int e = 4 * j + 2 * r;
+                terms.probability(st[e], row + 8 * j, key + 8 * r, l.x, st[e], weights[e]);
+                terms.probability(st[e + 1], row + 8 * j + 1, key + 8 * r, l.y, st[e + 1],
+                                  weights[e + 1]);
             }
         }
     }
+    __device__ __forceinline__ void round_probabilities(const float* st, uint32_t* p) const {
+#pragma unroll
+        for (int i = 0; i < kBlockM / 4; ++i) p[i] = Element::pack(st[2 * i], st[2 * i + 1]);
+    }
 
-    /// P and dS = P (dP - delta), rounded.
-    __device__ __forceinline__ void score_gradients(const float* st, const float* dp, uint32_t* p,
+    /// The weights of dP - delta, from one warpgroup to the other.
+    __device__ __forceinline__ uint32_t weights_place() const {
+        return shared.weights() + static_cast<uint32_t>(thread * 16);
+    }
+    __device__ __forceinline__ void store_weights(const float* weights) const {
+#pragma unroll
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float* w = weights + 4 * j;
+            ptx::st_shared_v4_f32(weights_place() + j * 2048, w[0], w[1], w[2], w[3]);
+        }
+    }
+
+    /// dS^T = weights (dP^T - delta), rounded.
+    __device__ __forceinline__ void score_gradients(const float* dp, const float2* delta,
                                                     uint32_t* ds) const {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float delta =
-                ptx::ld_shared_f32(shared.delta() + static_cast<uint32_t>(row(r) * 4));
+        for (int j = 0; j < kBlockM / 8; ++j) {
+            const float4 w = ptx::ld_shared_v4_f32(weights_place() + j * 2048);
+            const float2 d = delta[j];
+            const float* dpj = dp + 4 * j;
+            ds[2 * j] = Element::pack(w.x * (dpj[0] - d.x), w.y * (dpj[1] - d.y));
+            ds[2 * j + 1] = Element::pack(w.z * (dpj[2] - d.x), w.w * (dpj[3] - d.y));
+        }
+    }
+    /// To the tile of dS: queries x keys.
+    __device__ __forceinline__ void store_score_gradients(const uint32_t* ds, uint32_t tile) const {
+        const int key = warp() * 16 + (lane() >> 3 & 1) * 8;
+        const int row = (lane() & 7) + (lane() >> 4) * 8;
+        const uint32_t place = tile + static_cast<uint32_t>(SLayout::unit_offset(row, key / 8));
 #pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
-                const float *s = st + 4 * j + 2 * r, *d = dp + 4 * j + 2 * r;
-                p[2 * j + r] = Element::pack(s[0], s[1]);
-                ds[2 * j + r] = Element::pack(s[0] * (d[0] - delta), s[1] * (d[1] - delta));
-            }
+        for (int k = 0; k < kSteps; ++k) {
+            ptx::stmatrix_x4_trans(place + k * 16 * SLayout::kRowBytes, ds[4 * k], ds[4 * k + 1],
+                                   ds[4 * k + 2], ds[4 * k + 3]);
         }
     }
 
-    /// Both at once, with softcap and ALiBi: st holds S.
-    __device__ __forceinline__ void general_gradients(const BwdScoreTerms& terms, const float* st,
-                                                      const float* dp, uint32_t* p, uint32_t* ds,
-                                                      int stage, int block) const {
-        const int key = warpgroup * kColumns + 2 * (lane() % 4);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const uint32_t place = static_cast<uint32_t>(row(r) * 4);
-            const float lse = ptx::ld_shared_f32(shared.lse_log2(stage) + place);
-            const float delta = ptx::ld_shared_f32(shared.delta() + place);
-            const int i = block * kBlockM + row(r);
-#pragma unroll
-            for (int j = 0; j < kColumns / 8; ++j) {
-                const int e = 4 * j + 2 * r;
-                float p0, p1, ds0, ds1;
-                terms.gradients(st[e], dp[e], i, key + 8 * j, lse, delta, p0, ds0);
-                terms.gradients(st[e + 1], dp[e + 1], i, key + 8 * j + 1, lse, delta, p1, ds1);
-                p[2 * j + r] = Element::pack(p0, p1);
-                ds[2 * j + r] = Element::pack(ds0, ds1);
-            }
-        }
-    }
-
-    /// P or dS to its tile: queries x keys.
-    __device__ __forceinline__ void store_scores(uint32_t tile, const uint32_t* scores) const {
-        const int i = warp() * 16 + (lane() & 15);
-#pragma unroll
-        for (int k = 0; k < kColumns / 16; ++k) {
-            const int unit = warpgroup * (kColumns / 8) + 2 * k + (lane() >> 4);
-            ptx::stmatrix_x4(tile + static_cast<uint32_t>(SLayout::unit_offset(i, unit)),
-                             scores[4 * k], scores[4 * k + 1], scores[4 * k + 2],
-                             scores[4 * k + 3]);
-        }
-    }
-
-    /// A slice, rounded, to a tile of keys x head dim. `slice` counts over both warpgroups.
+    /// A gradient of Layout::kColumns columns, rounded, to a tile of keys x head dim.
     template <class Layout>
-    __device__ __forceinline__ void store_slice(uint32_t tile, int slice, const float* acc,
-                                                float scale) const {
-        const int unit = slice * 8 + warp() * 2 + (lane() >> 3 & 1);
+    __device__ __forceinline__ void store_rows(uint32_t tile, const float* acc, float scale) const {
+        const int row = warp() * 16 + (lane() & 15);
 #pragma unroll
-        for (int k = 0; k < kBlockN / 16; ++k) {
+        for (int k = 0; k < Layout::kColumns / 16; ++k) {
             const float* x = acc + 8 * k;
-            const int key = k * 16 + (lane() & 7) + (lane() >> 4) * 8;
-            ptx::stmatrix_x4_trans(tile + static_cast<uint32_t>(Layout::unit_offset(key, unit)),
-                                   Element::pack(x[0] * scale, x[1] * scale),
-                                   Element::pack(x[2] * scale, x[3] * scale),
-                                   Element::pack(x[4] * scale, x[5] * scale),
-                                   Element::pack(x[6] * scale, x[7] * scale));
+            ptx::stmatrix_x4(
+                tile + static_cast<uint32_t>(Layout::unit_offset(row, 2 * k + (lane() >> 4))),
+                Element::pack(x[0] * scale, x[1] * scale),
+                Element::pack(x[2] * scale, x[3] * scale),
+                Element::pack(x[4] * scale, x[5] * scale),
+                Element::pack(x[6] * scale, x[7] * scale));
         }
     }
 
-    /// Writes a warpgroup's 64 x 64 sums to memory, in register order.
+    /// Writes 64 rows of kColumns sums to memory, in register order.
+    template <int kColumns>
     __device__ __forceinline__ void store_sums(float* sums, const float* acc) const {
         sums += thread * 4;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kColumns / 8; ++i) {
             const float* x = acc + 4 * i;
             *reinterpret_cast<float4*>(sums + i * 512) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
-    /// Adds a warpgroup's 64 x 64 sums to memory, in register order.
+    /// Adds them to those in memory.
+    template <int kColumns>
     __device__ __forceinline__ void add_sums(float* sums, const float* acc) const {
         sums += thread * 4;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
+        for (int i = 0; i < kColumns / 8; ++i) {
             const float* x = acc + 4 * i;
             ptx::red_add_v4_f32(sums + i * 512, x[0], x[1], x[2], x[3]);
         }

@@ -32,11 +32,13 @@ struct BwdClusterAddresses {
         return at(offsetof(Shared, q) + s * Config::QLayout::kBytes);
     }
     __device__ __forceinline__ uint32_t dout() const { return at(offsetof(Shared, dout)); }
-    __device__ __forceinline__ uint32_t p() const { return at(offsetof(Shared, p)); }
-    __device__ __forceinline__ uint32_t ds() const { return at(offsetof(Shared, ds)); }
-    __device__ __forceinline__ uint32_t partner_ds() const {
-        return at(offsetof(Shared, partner_ds));
+    __device__ __forceinline__ uint32_t ds(uint32_t parity) const {
+        return at(offsetof(Shared, ds)) + parity * Config::SLayout::kBytes;
     }
+    __device__ __forceinline__ uint32_t partner_ds(uint32_t parity) const {
+        return at(offsetof(Shared, partner_ds)) + parity * Config::SLayout::kBytes;
+    }
+    __device__ __forceinline__ uint32_t weights() const { return at(offsetof(Shared, weights)); }
     __device__ __forceinline__ uint32_t lse_log2(int s) const {
         return at(offsetof(Shared, lse_log2) + s * Config::kBlockM * 4);
     }
@@ -54,8 +56,12 @@ struct BwdClusterAddresses {
     __device__ __forceinline__ uint32_t dout_free() const {
         return at(offsetof(Shared, dout_free));
     }
-    __device__ __forceinline__ uint32_t ds_full() const { return at(offsetof(Shared, ds_full)); }
-    __device__ __forceinline__ uint32_t ds_free() const { return at(offsetof(Shared, ds_free)); }
+    __device__ __forceinline__ uint32_t ds_full(uint32_t parity) const {
+        return at(offsetof(Shared, ds_full) + parity * 8);
+    }
+    __device__ __forceinline__ uint32_t ds_free(uint32_t parity) const {
+        return at(offsetof(Shared, ds_free) + parity * 8);
+    }
     __device__ __forceinline__ uint32_t dq_go(uint32_t parity) const {
         return at(offsetof(Shared, dq_go) + parity * 8);
     }
@@ -132,16 +138,41 @@ __device__ __forceinline__ void load_queries(const BwdClusterAddresses<Config>& 
     }
 }
 
-/// Claims each step's half of dQ, or waits until who did has stored it, and tells the consumers.
-/// One warp. A claim is made when the step before is over, and CTAs come to query blocks in the
-/// same order: who waits at one, with its partner, holds none before it, so that the lowest one
-/// goes on.
+/// When this CTA may write its half of a query block's dQ. `parts` is the half's entry of dq_turn.
+///
+/// If the first part is stored, whoever comes first claims the block and the others wait until it
+/// has stored. Deterministic sums take the tiles that a query block meets from left to right.
+struct ClusterDqOrder {
+    bool in_turns, first_stores;
+
+    /// Returns when this CTA may write, and whether it stores instead of adding. One thread.
+    template <class Config>
+    __device__ __forceinline__ bool enter(const BwdTile& tile, int rank, int* parts,
+                                          int block) const {
+        if (in_turns) {
+            const int tile_key = tile.first_key - rank * Config::kBlockN;
+            const int first_tile = max(0, block * Config::kBlockM + tile.left) / Config::kTileKeys;
+            const int turn = tile_key / Config::kTileKeys - first_tile;
+            wait_flag(parts, turn);
+            return first_stores && turn == 0;
+        }
+        const int state = ptx::atom_acquire_cas(parts, kNoDq, kDqClaimed);
+        if (state == kDqClaimed) wait_flag(parts, kDqStored);
+        return state == kNoDq;
+    }
+};
+
+/// Waits at each step for this CTA's turn to write its half of dQ, tells the consumers, and says
+/// that it is written to those who wait for it. One warp. A step's turn is asked for when the step
+/// before is over, and CTAs come to query blocks in the same order: who waits at one, with its
+/// partner, holds none before it, so that the lowest one goes on.
 template <class Config>
-__device__ __forceinline__ void claim_dq(const BwdClusterAddresses<Config>& shared,
+__device__ __forceinline__ void order_dq(const BwdClusterAddresses<Config>& shared,
                                          BwdClusterStorage<Config>& storage, const BwdArgs& args,
                                          int rank) {
     const BwdTile& tile = storage.tile;
     const bool leader = threadIdx.x % 32 == 0;
+    const ClusterDqOrder order{args.params.deterministic, args.first_stores_dq};
     const int64_t tiles = int64_t{tile.tiles_per_head} * args.params.problem.num_heads_q;
     uint32_t count = 0;
 #pragma unroll 1
@@ -157,14 +188,12 @@ __device__ __forceinline__ void claim_dq(const BwdClusterAddresses<Config>& shar
             }
             int is_first = 0;
             if (leader) {
-                const int state = ptx::atom_acquire_cas(parts, kNoDq, kDqClaimed);
-                if (state == kDqClaimed) wait_flag(parts, kDqStored);
-                is_first = state == kNoDq;
+                is_first = order.enter<Config>(tile, rank, parts, block);
                 storage.dq_is_first[count % 2] = is_first;
                 ptx::mbarrier_arrive(shared.dq_go(count % 2));
             }
-            if (__shfl_sync(0xffffffffu, is_first, 0) != 0) {
-                ptx::bar_sync(kDqReady, Config::kConsumers + 32);  // all have stored
+            if (order.in_turns || __shfl_sync(0xffffffffu, is_first, 0) != 0) {
+                ptx::bar_sync(kDqReady, kHandOverThreads);  // all have written
                 if (leader) ptx::red_release_add(parts, 1);
             }
         }

@@ -10,7 +10,6 @@ namespace sm90 {
 namespace {
 
 constexpr int kLargestHeadDim = 256;
-constexpr int kLargestInTurns = 128;  // with deterministic sums
 
 /// Keys that a row sees, on the average of all sequences: of a packed problem the host knows no
 /// more.
@@ -41,8 +40,7 @@ bool can_run_bwd(const AttentionBwdParams& params) {
     const bool empty = problem.batch_size == 0 || problem.total_q == 0 || problem.total_k == 0;
     if (empty) return false;
     if (problem.head_dim % 8 != 0 || problem.head_dim_v % 8 != 0) return false;
-    const int largest = params.deterministic ? kLargestInTurns : kLargestHeadDim;
-    if (std::max(problem.head_dim, problem.head_dim_v) > largest) return false;
+    if (std::max(problem.head_dim, problem.head_dim_v) > kLargestHeadDim) return false;
     // Tiles, rows and keys are counted in 32 bits, and a tile may have two CTAs.
     const int64_t tiles = BlockSlots::keys(problem, 64).count() * problem.num_heads_q;
     for (const int64_t count : {tiles, problem.batch_size, problem.total_q, problem.total_k}) {

@@ -198,6 +198,7 @@ __device__ __forceinline__ void store_key_gradients(BwdConsumer<Config>& consume
         consumer.add_rows(args.workspace.dv_accum + first, consumer.dv);
         return;
     }
+    const int thread = static_cast<int>(threadIdx.x) - 128;  // of the consumers
     unsigned char *const dk = rows, *const dv = rows + KLayout::kBytes;
     consumer.meet();  // all are done with what lies there
     consumer.store_rows(ptx::shared_address(dk), consumer.dk, problem.softmax_scale);
@@ -205,9 +206,9 @@ __device__ __forceinline__ void store_key_gradients(BwdConsumer<Config>& consume
     ptx::fence_proxy_async_shared();
     consumer.meet();
     store_gradient_tile<KLayout, Config::kConsumers>(dk, &args.dk, args.params.dk, problem.head_dim,
-                                                     tile, problem);
+                                                     tile, problem, thread);
     store_gradient_tile<KLayout, Config::kConsumers>(dv, &args.dv, args.params.dv,
-                                                     problem.head_dim_v, tile, problem);
+                                                     problem.head_dim_v, tile, problem, thread);
     if (threadIdx.x == 128) {
         ptx::bulk_commit_group();
         ptx::bulk_wait_group_read<0>();  // the place is written again after this

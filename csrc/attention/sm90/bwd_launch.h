@@ -10,7 +10,7 @@ namespace flash_attn_norm {
 namespace sm90 {
 
 /// False for what the backward kernels of Hopper leave to the portable path: dropout, bias, head
-/// dims above 256 (above 128 with deterministic sums), scales that are not positive, no gradient of
+/// dims above 256, scales that are not positive, no gradient of
 /// the output, more than 2^30 rows, keys or tiles, and tensors that no tensor map describes.
 bool can_run_bwd(const AttentionBwdParams& params);
 

@@ -29,10 +29,10 @@ struct BwdScoreTerms {
         return terms;
     }
 
-    /// P and dS / d(softmax_scale * dot) of the score of row `row` of the sequence and key `key` of
-    /// the tile; dot is -inf where it is masked.
-    __device__ __forceinline__ void gradients(float dot, float dp, int row, int key, float lse_log2,
-                                              float delta, float& p, float& ds) const {
+    /// P of the score of row `row` of the sequence and key `key` of the tile, and the weight of
+    /// dP - delta in dS / d(softmax_scale * dot); dot is -inf where it is masked.
+    __device__ __forceinline__ void probability(float dot, int row, int key, float lse_log2,
+                                                float& p, float& weight) const {
         float score = softmax_scale * dot, slope = 1.0f;
         if (softcap > 0.0f) {
             // tanh by the exponential, as in the forward pass: tanh.approx is good for 2^-11 only.
@@ -45,7 +45,14 @@ struct BwdScoreTerms {
         score -= alibi_slope * fabsf(static_cast<float>(row + first_diagonal - key));
         const bool masked = dot == negative_infinity();
         p = masked ? 0.0f : ptx::ex2_approx(fmaf(score, kLog2E, -lse_log2));
-        ds = p * (dp - delta) * slope;
+        weight = p * slope;
+    }
+    /// P and dS / d(softmax_scale * dot).
+    __device__ __forceinline__ void gradients(float dot, float dp, int row, int key, float lse_log2,
+                                              float delta, float& p, float& ds) const {
+        float weight;
+        probability(dot, row, key, lse_log2, p, weight);
+        ds = weight * (dp - delta);
     }
 };
 
