@@ -56,8 +56,8 @@ def passes_of(kernel, cell: dict, tensors: list, options: dict) -> dict:
 
 
 def measure_features(kernel, turns: int) -> list:
-    """One figure per feature and pass at head dim 128; at 256, whose deterministic gradients take
-    other kernels on Hopper, of these alone."""
+    """One figure per feature and pass at head dim 128; at 256, which has kernels of its own, of
+    deterministic gradients alone."""
     figures = []
     for heads, head_dim in ((16, 128), (8, 256)):
         cell = {"batch_size": 4, "seqlen": 4096, "num_heads_q": heads, "num_heads_kv": heads}

@@ -4,14 +4,10 @@ from benchmarks.report_models import markdown_table, read_figures
 
 # Which kernels a call runs on Hopper, both passes; all others run Hopper's own.
 PORTABLE = ("dropout", "attn_bias")
-DETERMINISTIC_LARGE = "Hopper, backward portable"  # head dim 256
 
 
-def kernels_of(feature: str, head_dim: int) -> str:
-    if feature.startswith(PORTABLE):
-        return "portable"
-    is_large = feature == "deterministic" and head_dim == 256
-    return DETERMINISTIC_LARGE if is_large else "Hopper"
+def kernels_of(feature: str) -> str:
+    return "portable" if feature.startswith(PORTABLE) else "Hopper"
 
 
 def features_table(figures: list) -> str:
@@ -24,7 +20,7 @@ def features_table(figures: list) -> str:
     rows = []
     for (feature, head_dim), row in times.items():
         name = feature if head_dim == 128 else f"{feature}, head dim {head_dim}"
-        rows.append([name, kernels_of(feature, head_dim), row["forward"], row["backward"]])
+        rows.append([name, kernels_of(feature), row["forward"], row["backward"]])
     return markdown_table(["feature", "kernels", "forward", "backward"], rows)
 
 
