@@ -65,7 +65,7 @@ bool uses_hopper_fwd(const AttentionFwdParams& params, const DeviceLimits& devic
 }
 
 bool uses_hopper_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
-    return may_use_hopper(params.problem, device) && !needs_delta_correction(params) &&
+    return may_use_hopper(params.problem, device) && !has_few_keys(params.problem) &&
            sm90::can_run_bwd(params);
 }
 
@@ -90,19 +90,13 @@ BwdPlan plan_bwd(const AttentionBwdParams& params, const DeviceLimits& device) {
     return plan;
 }
 
-/// Between bwd_preprocess and the main kernel of the portable path.
-void correct_delta(const AttentionBwdParams& params, const BwdPlan& plan,
-                   const DeviceLimits& device, cudaStream_t stream) {
+/// Between bwd_preprocess and the main kernel.
+void renew_delta(const AttentionBwdParams& params, const BwdPlan& plan, cudaStream_t stream) {
+    if (!needs_delta_correction(params)) return;
     const BwdWorkspace workspace = plan.carve(params);
     float* const least_v_squares =
         reinterpret_cast<float*>(static_cast<char*>(params.workspace) + workspace.total_bytes);
-    cuda::find_least_v_squares(params, least_v_squares, stream);
-    const DeltaCorrection correction{params.dout, params.dout_strides, workspace.delta,
-                                     plan.block_m, least_v_squares};
-    with_size_class(params.problem, [&](auto head_dim, auto head_dim_v) {
-        sm80::launch_fwd<head_dim.value, head_dim_v.value>(forward_of(params), correction, device,
-                                                           stream);
-    });
+    cuda::correct_delta(params, workspace.delta, plan.block_m, least_v_squares, stream);
     cuda::renew_sink_parts(params, workspace, plan.block_m, stream);
 }
 
@@ -148,7 +142,7 @@ void attention_fwd(const AttentionFwdParams& params, void* stream) {
                 return sm90::launch_fwd<kHeadDim, kHeadDimV>(rest, device.num_sms, cuda_stream);
             }
         }
-        sm80::launch_fwd<kHeadDim, kHeadDimV>(params, {}, device, cuda_stream);
+        sm80::launch_fwd<kHeadDim, kHeadDimV>(params, device, cuda_stream);
     });
 }
 
@@ -169,10 +163,10 @@ void attention_bwd(const AttentionBwdParams& params, void* stream) {
     const bool hopper = uses_hopper_bwd(params, device);
     const BwdPassOptions options = hopper ? sm90::bwd_pass_options(params) : BwdPassOptions{};
     bwd_preprocess(params, plan, options, cuda_stream);
+    renew_delta(params, plan, cuda_stream);
     if (hopper) {
         sm90::launch_bwd(params, plan, device.num_sms, cuda_stream);
     } else {
-        if (needs_delta_correction(params)) correct_delta(params, plan, device, cuda_stream);
         with_bwd_class(params.problem, device, [&](auto head_dim, auto head_dim_v, auto small) {
             sm80::launch_bwd<head_dim.value, head_dim_v.value, small.value>(params, plan, device,
                                                                             cuda_stream);

@@ -303,7 +303,6 @@ def test_almost_one_key_on_the_cpu(kernel, case):
     run_case(kernel, torch.device("cpu"), case)
 
 
-@pytest.mark.xfail(strict=True, reason="a known fault, see CHANGELOG.md", raises=AssertionError)
 @settings(max_examples=100, **FIXED)
 @given(case=almost_one_key(20, wants_dlse=st.booleans()))
 def test_almost_one_key_with_a_gradient_of_lse_on_the_cpu(kernel, case):

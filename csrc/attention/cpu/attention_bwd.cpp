@@ -5,7 +5,7 @@
 #include "attention/attention.h"
 #include "attention/cpu/bias_gradient.h"
 #include "attention/cpu/bwd_plan.h"
-#include "attention/cpu/exact_output.h"
+#include "attention/cpu/exact_delta.h"
 #include "attention/cpu/tile_engine.h"
 #include "attention/cpu/work_items.h"
 
@@ -70,8 +70,7 @@ void pack_queries(const BwdItem& item, int64_t head, const IndexRange& rows) {
     for (int64_t row = rows.begin; row < rows.end; row += plan.block_m) {
         const int64_t block = row / plan.block_m;
         const int64_t count = min_of(plan.block_m, rows.end - row);
-        const QueryRows query =
-            query_rows(plan.params, item.shared.exact_out, item.info, head, row, count);
+        const QueryRows query = query_rows(plan.params, item.info, head, row, count);
         plan.engine.pack_a(query.q, item.operands(s.q, block, q_elements), plan.head_dim);
         plan.engine.pack_a_transposed(query.q, item.operands(s.q_t, block, q_elements),
                                       plan.block_m);
@@ -79,8 +78,8 @@ void pack_queries(const BwdItem& item, int64_t head, const IndexRange& rows) {
                            plan.head_dim_v);
         plan.engine.pack_a_transposed(query.dout, item.operands(s.dout_t, block, dout_elements),
                                       plan.block_m);
-        softmax_terms(plan.params, plan.engine, item.info, head, query, row, s.lse_log2 + row,
-                      s.delta + row);
+        softmax_terms(plan.params, item.shared.exact_delta, plan.engine, item.info, head, query,
+                      row, s.lse_log2 + row, s.delta + row);
     }
 }
 
@@ -273,35 +272,34 @@ void write_uncovered_rows(const BwdPlan& plan) {
 struct WorkspaceSizes {
     int64_t shared, worker;
 
-    WorkspaceSizes(const BwdPlan& plan, const CpuRuntime& runtime) {
+    explicit WorkspaceSizes(const BwdPlan& plan) {
         Arena shared_arena(nullptr), worker_arena(nullptr);
         BwdShared shared_tiles(shared_arena, plan);
         BwdScratch worker_tiles(worker_arena, plan);
         shared = shared_arena.bytes();
         worker =
             max_of(worker_arena.bytes(), bias_gradient_scratch_bytes(plan.params, plan.engine));
-        worker = max_of(worker, exact_output_scratch_bytes(plan.params, runtime));
+        worker = max_of(worker, exact_delta_scratch_bytes(plan.params, plan.engine));
     }
 };
 
 }  // namespace
 
 int64_t attention_bwd_workspace_bytes(const AttentionBwdParams& params, const CpuRuntime& runtime) {
-    const WorkspaceSizes sizes(BwdPlan(params, runtime), runtime);
+    const WorkspaceSizes sizes{BwdPlan(params, runtime)};
     return sizes.shared + sizes.worker * runtime.num_threads;
 }
 
 void attention_bwd(const AttentionBwdParams& params, const CpuRuntime& runtime) {
     const BwdPlan plan(params, runtime);
-    const WorkspaceSizes sizes(plan, runtime);
+    const WorkspaceSizes sizes(plan);
     Arena shared_arena(params.workspace);
     const BwdShared shared(shared_arena, plan);
     char* worker_memory = static_cast<char*>(params.workspace) + sizes.shared;
 
     write_uncovered_rows(plan);
-    if (shared.exact_out != nullptr) {
-        exact_output(params, runtime, shared.exact_out, shared.exact_lse, worker_memory,
-                     sizes.worker);
+    if (shared.exact_delta != nullptr) {
+        exact_delta(params, plan.engine, runtime, shared.exact_delta, worker_memory, sizes.worker);
     }
     for_each_item(runtime, plan.engine, plan.num_units * plan.num_splits,
                   [&](int64_t worker, int64_t item) {
@@ -315,7 +313,8 @@ void attention_bwd(const AttentionBwdParams& params, const CpuRuntime& runtime) 
     }
     if (params.ds_aux != nullptr) sum_sink_gradients(plan, shared);
     if (params.dattn_bias != nullptr) {
-        bias_gradient(params, shared.exact_out, plan.engine, runtime, worker_memory, sizes.worker);
+        bias_gradient(params, shared.exact_delta, plan.engine, runtime, worker_memory,
+                      sizes.worker);
     }
 }
 

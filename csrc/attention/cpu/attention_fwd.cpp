@@ -2,11 +2,8 @@
 #include <cstdint>
 
 #include "attention/attention.h"
-#include "attention/cpu/exact_output.h"
-#include "attention/cpu/half_types.h"
 #include "attention/cpu/tile_engine.h"
 #include "attention/cpu/work_items.h"
-#include "attention/delta_correction.h"
 
 namespace flash_attn_norm {
 namespace cpu {
@@ -18,7 +15,6 @@ struct FwdPlan {
     const AttentionFwdParams& params;
     const AttentionProblem& problem;
     const TileEngine& engine;
-    float* exact_out = nullptr;  // see exact_output(); null: a forward pass
     int block_m, block_n;
     int head_dim, head_dim_v;  // padded to kPanel
     MaxSeqlens longest;
@@ -166,61 +162,6 @@ void attend_to_keys(const FwdItem& item, const ScoreTerms& terms, int64_t row, i
     }
 }
 
-/// Elements that do not round to the stored ones are not those that were stored: replaces them.
-void keep_stored(float* exact, const uint16_t* stored, int cols, DType dtype) {
-    const bool is_bf16 = dtype == DType::kBFloat16;
-    for (int c = 0; c < cols; ++c) {
-        const uint16_t rounded = is_bf16 ? float_to_bf16(exact[c]) : float_to_fp16(exact[c]);
-        if (rounded != stored[c]) {
-            exact[c] = is_bf16 ? bf16_to_float(stored[c]) : fp16_to_float(stored[c]);
-        }
-    }
-}
-
-/// The least sum of squares of a value of the sequence and head.
-float least_v_squares(const FwdItem& item) {
-    const FwdPlan& plan = item.plan;
-    const AttentionProblem& problem = plan.problem;
-    float* sums = item.scratch.scores;  // [block_m, block_n]
-    float least = INFINITY;
-    for (int64_t key = 0; key < item.info.seqlen_k; key += plan.block_n) {
-        const int64_t count = min_of(plan.block_n, item.info.seqlen_k - key);
-        const TensorRows v =
-            tensor_rows(plan.params.v, problem.dtype, plan.params.v_strides, item.info.batch,
-                        item.info.row_k + key, item.kv_head, count, problem.head_dim_v);
-        plan.engine.dot_rows(v, v, sums);
-        for (int64_t i = 0; i < count; ++i) least = sums[i] < least ? sums[i] : least;
-    }
-    return least;
-}
-
-/// Whether rows of the stored output may be those of one key. If not, writes them to exact_out.
-bool needs_exact_output(const FwdItem& item, int64_t head, int64_t row, int rows, float least_v) {
-    const FwdPlan& plan = item.plan;
-    const AttentionProblem& problem = plan.problem;
-    if (has_few_keys(problem)) return true;
-    const TensorStrides strides =
-        contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
-    const TensorRows out = tensor_rows(plan.params.out, problem.dtype, strides, item.info.batch,
-                                       item.info.row_q + row, head, rows, problem.head_dim_v);
-    float* sums = item.scratch.correction;
-    plan.engine.dot_rows(out, out, sums);
-    for (int r = 0; r < rows; ++r) {
-        if (may_be_one_key(sums[r], least_v, problem.dropout_p)) return true;
-    }
-    const int64_t offset = tensor_offset(strides, item.info.batch, item.info.row_q + row, head);
-    const uint16_t* stored = static_cast<const uint16_t*>(out.data);
-    for (int r = 0; r < rows; ++r) {
-        float* exact = plan.exact_out + offset + r * strides.row;
-        for (int c = 0; c < problem.head_dim_v; ++c) {
-            const uint16_t bits = stored[r * strides.row + c];
-            exact[c] =
-                problem.dtype == DType::kBFloat16 ? bf16_to_float(bits) : fp16_to_float(bits);
-        }
-    }
-    return false;
-}
-
 /// out = acc_o / row_sum, with the sink as one more term of the sum.
 void store_output(const FwdItem& item, int64_t head, int64_t row, int rows) {
     const FwdPlan& plan = item.plan;
@@ -233,18 +174,8 @@ void store_output(const FwdItem& item, int64_t head, int64_t row, int rows) {
     const int64_t offset = tensor_offset(strides, item.info.batch, item.info.row_q + row, head);
     char* out = static_cast<char*>(plan.params.out) + offset * size_of(problem.dtype);
     const float keep_scale = 1.0f / (1.0f - problem.dropout_p);
-    if (plan.exact_out == nullptr) {
-        plan.engine.store_rows(s.acc_o, plan.head_dim_v, rows, problem.head_dim_v, keep_scale,
-                               s.correction, out, problem.dtype, strides.row);
-        return;
-    }
-    float* exact = plan.exact_out + offset;
     plan.engine.store_rows(s.acc_o, plan.head_dim_v, rows, problem.head_dim_v, keep_scale,
-                           s.correction, exact, DType::kFloat32, strides.row);
-    for (int r = 0; r < rows; ++r, exact += strides.row) {
-        const uint16_t* stored = reinterpret_cast<const uint16_t*>(out) + r * strides.row;
-        keep_stored(exact, stored, problem.head_dim_v, problem.dtype);
-    }
+                           s.correction, out, problem.dtype, strides.row);
 }
 
 void run_item(const FwdPlan& plan, const FwdScratch& scratch, int64_t index) {
@@ -263,18 +194,13 @@ void run_item(const FwdPlan& plan, const FwdScratch& scratch, int64_t index) {
     const IndexRange keys = mask.keys(row_begin, row_end);
     const bool has_one_tile = problem.group_size() == 1 && row_end - row_begin <= plan.block_m;
     const FwdItem item{plan, scratch, info, batch, kv_head, mask, keys, has_one_tile};
-    const bool is_exact = plan.exact_out != nullptr;
-    const float least_v = is_exact ? least_v_squares(item) : 0.0f;
-    bool is_packed = has_one_tile;
+    if (!has_one_tile) pack_all_keys_and_values(item);
     for (int g = 0; g < problem.group_size(); ++g) {
         const int64_t head = kv_head * problem.group_size() + g;
         ScoreTerms terms = score_terms(problem, info, batch, head);
         terms.keep_scale = 1.0f;  // the output gets it, since probabilities are rounded before
         for (int64_t row = row_begin; row < row_end; row += plan.block_m) {
             const int rows = static_cast<int>(min_of(plan.block_m, row_end - row));
-            if (is_exact && !needs_exact_output(item, head, row, rows, least_v)) continue;
-            if (!is_packed) pack_all_keys_and_values(item);
-            is_packed = true;
             plan.engine.pack_a(
                 tensor_rows(plan.params.q, problem.dtype, plan.params.q_strides, info.batch,
                             info.row_q + row, head, rows, problem.head_dim),
@@ -310,21 +236,6 @@ void attention_fwd(const AttentionFwdParams& params, const CpuRuntime& runtime) 
     const FwdPlan plan(params, runtime);
     write_uncovered_results(plan.problem, params.out, params.softmax_lse);
     run_items(plan, runtime, static_cast<char*>(params.workspace), scratch_bytes(plan));
-}
-
-int64_t exact_output_scratch_bytes(const AttentionBwdParams& params, const CpuRuntime& runtime) {
-    if (!needs_delta_correction(params)) return 0;
-    const AttentionFwdParams forward = forward_of(params);
-    return scratch_bytes(FwdPlan(forward, runtime));
-}
-
-void exact_output(const AttentionBwdParams& params, const CpuRuntime& runtime, float* out,
-                  float* softmax_lse, char* worker_memory, int64_t worker_bytes) {
-    AttentionFwdParams forward = forward_of(params);
-    forward.softmax_lse = softmax_lse;
-    FwdPlan plan(forward, runtime);
-    plan.exact_out = out;
-    run_items(plan, runtime, worker_memory, worker_bytes);
 }
 
 }  // namespace cpu

@@ -8,8 +8,8 @@
 namespace flash_attn_norm {
 namespace cpu {
 
-QueryRows query_rows(const AttentionBwdParams& params, const float* exact_out,
-                     const SeqlenInfo& info, int64_t head, int64_t row, int64_t rows) {
+QueryRows query_rows(const AttentionBwdParams& params, const SeqlenInfo& info, int64_t head,
+                     int64_t row, int64_t rows) {
     const AttentionProblem& problem = params.problem;
     const TensorStrides out_strides =
         contiguous_strides(problem.seqlen_q, problem.num_heads_q, problem.head_dim_v);
@@ -19,17 +19,17 @@ QueryRows query_rows(const AttentionBwdParams& params, const float* exact_out,
     };
     return QueryRows{rows_of(params.q, problem.dtype, params.q_strides, problem.head_dim),
                      rows_of(params.dout, problem.dtype, params.dout_strides, problem.head_dim_v),
-                     exact_out != nullptr
-                         ? rows_of(exact_out, DType::kFloat32, out_strides, problem.head_dim_v)
-                         : rows_of(params.out, problem.dtype, out_strides, problem.head_dim_v)};
+                     rows_of(params.out, problem.dtype, out_strides, problem.head_dim_v)};
 }
 
-void softmax_terms(const AttentionBwdParams& params, const TileEngine& engine,
-                   const SeqlenInfo& info, int64_t head, const QueryRows& query, int64_t row,
-                   float* lse_log2, float* delta) {
+void softmax_terms(const AttentionBwdParams& params, const float* exact_delta,
+                   const TileEngine& engine, const SeqlenInfo& info, int64_t head,
+                   const QueryRows& query, int64_t row, float* lse_log2, float* delta) {
     const int rows = query.q.rows;
     const int64_t offset = lse_offset(params.problem, info, head) + row;
-    if (params.dout != nullptr) {
+    if (exact_delta != nullptr) {
+        std::memcpy(delta, exact_delta + offset, static_cast<size_t>(rows) * sizeof(float));
+    } else if (params.dout != nullptr) {
         engine.dot_rows(query.dout, query.out, delta);
     } else {
         std::memset(delta, 0, static_cast<size_t>(rows) * sizeof(float));
@@ -51,7 +51,7 @@ namespace {
 /// How dattn_bias is cut into work items: where the bias is broadcast, one item sums over all.
 struct BiasPlan {
     const AttentionBwdParams& params;
-    const float* exact_out = nullptr;
+    const float* exact_delta = nullptr;
     const AttentionProblem& problem;
     const TileEngine& engine;
     int block_m, block_n, head_dim, head_dim_v;
@@ -130,10 +130,11 @@ void add_tile(const BiasPlan& plan, const BiasScratch& s, const SeqlenInfo& info
               const ScoreTerms& terms, int64_t head, int64_t row, int rows, int64_t key, int keys) {
     const TileEngine& engine = plan.engine;
     const int keys_padded = static_cast<int>(round_up(keys, kPanel));
-    const QueryRows query = query_rows(plan.params, plan.exact_out, info, head, row, rows);
+    const QueryRows query = query_rows(plan.params, info, head, row, rows);
     engine.pack_a(query.q, s.q, plan.head_dim);
     engine.pack_a(query.dout, s.dout, plan.head_dim_v);
-    softmax_terms(plan.params, engine, info, head, query, row, s.lse_log2, s.delta);
+    softmax_terms(plan.params, plan.exact_delta, engine, info, head, query, row, s.lse_log2,
+                  s.delta);
 
     // S = Q K^T, dP = dO V^T
     engine.gemm(GemmArgs{s.q, plan.head_dim, s.k_t, int64_t{plan.head_dim} * kPanel, s.scores,
@@ -222,11 +223,11 @@ int64_t bias_gradient_scratch_bytes(const AttentionBwdParams& params, const Tile
     return arena.bytes();
 }
 
-void bias_gradient(const AttentionBwdParams& params, const float* exact_out,
+void bias_gradient(const AttentionBwdParams& params, const float* exact_delta,
                    const TileEngine& engine, const CpuRuntime& runtime, char* worker_memory,
                    int64_t worker_bytes) {
     BiasPlan plan(params, engine);
-    plan.exact_out = exact_out;
+    plan.exact_delta = exact_delta;
     // Columns behind a sequence's last key and rows of no sequence belong to no item.
     std::memset(params.dattn_bias, 0, static_cast<size_t>(plan.elements()) * sizeof(float));
     for_each_item(runtime, engine, plan.num_items(), [&](int64_t worker, int64_t item) {

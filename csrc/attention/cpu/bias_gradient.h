@@ -15,22 +15,21 @@ struct QueryRows {
     TensorRows q, dout, out;
 };
 
-/// exact_out: see exact_output(); null: `out` is taken as it was stored.
-QueryRows query_rows(const AttentionBwdParams& params, const float* exact_out,
-                     const SeqlenInfo& info, int64_t head, int64_t row, int64_t rows);
+QueryRows query_rows(const AttentionBwdParams& params, const SeqlenInfo& info, int64_t head,
+                     int64_t row, int64_t rows);
 
 /// lse_log2 = log2(e) * softmax_lse, +inf for a row that sees no key, so that its probabilities
-/// are 0; delta = rowsum(dout * out) - dsoftmax_lse.
-void softmax_terms(const AttentionBwdParams& params, const TileEngine& engine,
-                   const SeqlenInfo& info, int64_t head, const QueryRows& query, int64_t row,
-                   float* lse_log2, float* delta);
+/// are 0; delta = rowsum(dout * out) - dsoftmax_lse, or of what exact_delta() found, if not null.
+void softmax_terms(const AttentionBwdParams& params, const float* exact_delta,
+                   const TileEngine& engine, const SeqlenInfo& info, int64_t head,
+                   const QueryRows& query, int64_t row, float* lse_log2, float* delta);
 
 int64_t bias_gradient_scratch_bytes(const AttentionBwdParams& params, const TileEngine& engine);
 
 /// dattn_bias. A pass of its own that computes S and dP again: here a work item owns a tile of the
 /// gradient and sums over everything the bias is broadcast to, in a fixed order, whereas an item of
 /// the main pass owns keys of one KV head.
-void bias_gradient(const AttentionBwdParams& params, const float* exact_out,
+void bias_gradient(const AttentionBwdParams& params, const float* exact_delta,
                    const TileEngine& engine, const CpuRuntime& runtime, char* worker_memory,
                    int64_t worker_bytes);
 

@@ -28,7 +28,8 @@ struct BwdPlan {
     BwdPlan(const AttentionBwdParams& bwd_params, const CpuRuntime& runtime)
         : params(bwd_params),
           problem(bwd_params.problem),
-          engine(select_engine(problem.dtype)),
+          // Operands are not rounded where delta_correction.h says so.
+          engine(select_engine(has_few_keys(problem) ? DType::kFloat32 : problem.dtype)),
           block_m(engine.bwd_block_m),
           block_n(engine.bwd_block_n),
           head_dim(static_cast<int>(round_up(problem.head_dim, kPanel))),
@@ -54,21 +55,18 @@ struct BwdPlan {
 };
 
 /// What workers share: the partial dq [units, group_size, splits, rows, head_dim], the sink's
-/// gradient per sequence and head, and with dropout the output before it was rounded.
+/// gradient per sequence and head, and corrected deltas.
 struct BwdShared {
     float* partial_dq = nullptr;
-    double* ds_aux = nullptr;    // [batch_size, num_heads_q]
-    float* exact_out = nullptr;  // [total_q, num_heads_q, head_dim_v] or null, see exact_output()
-    float* exact_lse = nullptr;  // [num_heads_q, total_q]
+    double* ds_aux = nullptr;      // [batch_size, num_heads_q]
+    float* exact_delta = nullptr;  // like softmax_lse or null, see exact_delta()
 
     BwdShared(Arena& arena, const BwdPlan& plan) {
         partial_dq = arena.take<float>(plan.num_units * plan.problem.group_size() *
                                        plan.num_splits * plan.partial_dq_elements());
         ds_aux = arena.take<double>(plan.problem.batch_size * plan.problem.num_heads_q);
         if (needs_delta_correction(plan.params)) {
-            const int64_t row_heads = plan.problem.total_q * plan.problem.num_heads_q;
-            exact_out = arena.take<float>(row_heads * plan.problem.head_dim_v);
-            exact_lse = arena.take<float>(row_heads);
+            exact_delta = arena.take<float>(plan.problem.total_q * plan.problem.num_heads_q);
         }
     }
 };

@@ -64,7 +64,8 @@ __device__ __forceinline__ void load_bias(unsigned char* tile, const BwdArgs& ar
     }
 }
 
-/// All query blocks of all heads of this CTA.
+/// All query blocks of all heads of this CTA. In two parts, each of them is two steps: of parity 0
+/// and 1.
 template <class Config>
 __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& shared,
                                                     BwdWarp<Config>& warp, const BwdArgs& args,
@@ -94,7 +95,7 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
 
     for (int parity = 0; step.head < place.head_end; parity ^= 1) {
         QueryStep next = step;
-        next.advance(range);
+        if (!Config::kGeneral || parity >= args.last_part) next.advance(range);
         const bool has_next = next.head < place.head_end;
         const uint32_t q = first_q + static_cast<uint32_t>(two_q ? parity * Shared::kQBytes : 0);
         const uint32_t dout =
@@ -108,7 +109,8 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
         __syncthreads();  // this step's tiles are there, the last step's are free
 
         if constexpr (Config::kGeneral) {
-            if (bias_columns_only && step.block == range.begin) {  // a new head
+            const bool is_first_part = (parity & args.last_part) == 0;
+            if (bias_columns_only && step.block == range.begin && is_first_part) {  // a new head
                 BiasGradient::clear_columns<Config::kWarpsSM, Config::kBlockN>(shared.bias_sum);
             }
         }
@@ -166,7 +168,9 @@ __device__ __forceinline__ void consume_query_tiles(BwdSharedStorage<Config>& sh
             constexpr int kParts = Config::kBlockM / 16 * Config::kTilesKD / 2;
             add_accumulator<Config::kThreads, kParts>(dq_sums, acc_dq, part);
         });
-        if (args.params.deterministic) pass_turn(turn);
+        if (args.params.deterministic && (!Config::kGeneral || parity >= args.last_part)) {
+            pass_turn(turn);
+        }
         if (!two_q && has_next) {
             __syncthreads();  // Q is free
             tiles.load_q(shared, next_q, next, parity ^ 1);

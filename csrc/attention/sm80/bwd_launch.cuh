@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "attention/delta_correction.h"
 #include "attention/sm80/bwd_kernel.cuh"
 #include "attention/sm80/launch.h"
 #include "common/check.h"
@@ -41,6 +42,7 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan,
     args.params = params;
     args.workspace = plan.carve(params);
     args.head_splits = plan.head_splits;
+    args.last_part = has_few_keys(problem) ? 1 : 0;
     int room = device.shared_per_block;
     if (Config::kGeneral && problem.attn_bias != nullptr) {
         const int bias_bytes =
@@ -66,7 +68,7 @@ void launch_bwd_config(const AttentionBwdParams& params, const BwdPlan& plan,
 /// Calls fn(Config{}) for the kernel that this problem and device take.
 template <int kHeadDim, int kHeadDimV, bool kSmall, class Fn>
 void with_bwd_config(const AttentionProblem& problem, Fn&& fn) {
-    dispatch_bool(needs_general_kernel(problem), [&](auto general) {
+    dispatch_bool(needs_general_kernel(problem) || has_few_keys(problem), [&](auto general) {
         constexpr bool kGeneral = decltype(general)::value;
         if (problem.dtype == DType::kBFloat16) {
             fn(BwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral, kSmall>{});

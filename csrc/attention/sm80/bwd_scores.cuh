@@ -56,14 +56,21 @@ __device__ __forceinline__ void score_gradients(
     }
 }
 
+/// What rounding to the element type takes from x.
+template <class Element>
+__device__ __forceinline__ float lost_by_rounding(float x) {
+    return x - Element::to_float(static_cast<uint16_t>(Element::pack(x, 0.0f)));
+}
+
 /// The same with score terms and dropout. Afterwards acc_dp holds d loss / d (scores after softcap)
 /// and acc_s the slope of the softcap, 1 without one; dS in shared memory is their product.
+/// takes_rest: shared memory gets what rounding takes from P and dS instead.
 template <class Config>
 __device__ __forceinline__ void score_gradients_general(
     BwdSharedStorage<Config>& shared, float (&acc_s)[Config::kTilesSM][Config::kTilesSN][4],
     float (&acc_dp)[Config::kTilesSM][Config::kTilesSN][4], const ScoreTerms& terms,
-    const unsigned char* bias_tile, const Dropout& dropout, float keep_scale, int parity,
-    int tile_row, int tile_column, int row, int key) {
+    const unsigned char* bias_tile, const Dropout& dropout, float keep_scale, bool takes_rest,
+    int parity, int tile_row, int tile_column, int row, int key) {
     using Element = typename Config::Element;
     // Dropped entries are marked by a negative gradient of P that no other entry can have: -inf.
     if (dropout.drop_below > 0) {
@@ -101,6 +108,10 @@ __device__ __forceinline__ void score_gradients_general(
                     dp = p * ((dropped ? 0.0f : dp) - delta);
                     s = slope;
                     ds[e] = dp * slope;
+                    if (takes_rest) {
+                        p_kept[e] = lost_by_rounding<Element>(p_kept[e]);
+                        ds[e] = lost_by_rounding<Element>(ds[e]);
+                    }
                 }
                 const int offset = tile_i * Config::kPitchS + tile_column + 8 * n;
                 *reinterpret_cast<uint32_t*>(&shared.p[offset]) =
@@ -155,6 +166,7 @@ __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
     const int tile_column = warp.s_column + 2 * (warp.lane % 4);
     const int row = step.block * Config::kBlockM + tile_row;
     const int key = place.block * Config::kBlockN + tile_column;
+    const bool takes_rest = Config::kGeneral && args.last_part != 0 && parity != 0;
     if (works) {
         // S = Q K^T, dP = dO V^T
         clear(acc_s);
@@ -183,7 +195,7 @@ __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
                                         place.batch * problem.num_heads_q + step.head);
             }
             score_gradients_general(shared, acc_s, acc_dp, terms, bias_tile, dropout,
-                                    1.0f / (1.0f - problem.dropout_p), parity, tile_row,
+                                    1.0f / (1.0f - problem.dropout_p), takes_rest, parity, tile_row,
                                     tile_column, row, key);
         } else {
             score_gradients(shared, acc_s, acc_dp, problem.softmax_scale * kLog2E, parity, tile_row,
@@ -191,7 +203,7 @@ __device__ __forceinline__ void score_step(BwdSharedStorage<Config>& shared,
         }
     }
     if constexpr (Config::kGeneral) {
-        if (args.params.dattn_bias == nullptr) return;
+        if (args.params.dattn_bias == nullptr || takes_rest) return;
         const BiasGradient bias =
             BiasGradient::make(args.params, args.workspace, place.info, place.batch, step.head,
                                place.block, Config::kBlockM, Config::kBlockN);

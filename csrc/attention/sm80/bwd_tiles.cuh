@@ -18,6 +18,7 @@ struct BwdArgs {
     int q_stages = 1;
     int dout_stages = 1;
     int bias_unit = 0;  // its tiles lie behind the stages, copied so many bytes at a time; 0: none
+    int last_part = 0;  // 1: P and dS come in two parts: rounded, and what rounding took
 };
 
 /// One CTA's share of the backward pass: a block of keys of one sequence and K/V head, and the

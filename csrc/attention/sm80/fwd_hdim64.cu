@@ -3,8 +3,7 @@
 namespace flash_attn_norm {
 namespace sm80 {
 
-template void launch_fwd<64, 64>(const AttentionFwdParams&, const DeltaCorrection&,
-                                 const DeviceLimits&, cudaStream_t);
+template void launch_fwd<64, 64>(const AttentionFwdParams&, const DeviceLimits&, cudaStream_t);
 
 }  // namespace sm80
 }  // namespace flash_attn_norm

@@ -164,19 +164,13 @@ __device__ __forceinline__ void consume_kv_tiles(FwdSharedStorage<Config>& share
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
-    fwd_kernel(const __grid_constant__ AttentionFwdParams params, const int bias_unit,
-               const __grid_constant__ DeltaCorrection correction) {
+    fwd_kernel(const __grid_constant__ AttentionFwdParams params, const int bias_unit) {
     extern __shared__ __align__(16) unsigned char shared_bytes[];
     auto& shared = *reinterpret_cast<FwdSharedStorage<Config>*>(shared_bytes);
     const AttentionProblem& problem = params.problem;
 
     FwdBlock place;
     if (!place.find(problem, Config::kBlockM)) return;
-    if constexpr (Config::kGeneral) {
-        if (correction.dout != nullptr && !needs_correction<Config>(params, correction, place)) {
-            return;
-        }
-    }
     const SeqlenInfo& info = place.info;
     const int first_row = place.block * Config::kBlockM;
     const int rows = static_cast<int>(info.seqlen_q) - first_row;
@@ -221,11 +215,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinCtas)
         ptx::cp_async_commit_group();
         consume_kv_tiles(shared, warp, keys, values, range, RowBounds::make(mask), terms, dropout,
                          scale_log2, place.block, bias_unit);
-    }
-    if constexpr (Config::kGeneral) {
-        if (correction.dout != nullptr) {
-            return correct_delta(shared, warp, params, correction, place, scale_log2);
-        }
     }
     store_output(shared, warp, params, place, scale_log2);
 }

@@ -13,8 +13,8 @@ namespace flash_attn_norm {
 namespace sm80 {
 
 template <class Config>
-void launch_fwd_config(const AttentionFwdParams& params, const DeltaCorrection& correction,
-                       const DeviceLimits& device, cudaStream_t stream) {
+void launch_fwd_config(const AttentionFwdParams& params, const DeviceLimits& device,
+                       cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
     const int64_t ctas =
         BlockSlots::queries(problem, Config::kBlockM).count() * problem.num_heads_q;
@@ -31,23 +31,21 @@ void launch_fwd_config(const AttentionFwdParams& params, const DeltaCorrection& 
     allow_shared_memory(reinterpret_cast<const void*>(fwd_kernel<Config>), device.shared_per_block,
                         device.device, allowed);
     fwd_kernel<Config><<<grid_size("attention forward", ctas), Config::kThreads, bytes, stream>>>(
-        params, bias_unit, correction);
+        params, bias_unit);
     check_launch("attention forward");
 }
 
 template <int kHeadDim, int kHeadDimV>
-void launch_fwd(const AttentionFwdParams& params, const DeltaCorrection& correction,
-                const DeviceLimits& device, cudaStream_t stream) {
+void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream) {
     const AttentionProblem& problem = params.problem;
-    const bool needs_general = needs_general_kernel(problem) || correction.dout != nullptr;
-    dispatch_bool(needs_general, [&](auto general) {
+    dispatch_bool(needs_general_kernel(problem), [&](auto general) {
         constexpr bool kGeneral = decltype(general)::value;
         if (problem.dtype == DType::kBFloat16) {
-            launch_fwd_config<FwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral>>(
-                params, correction, device, stream);
+            launch_fwd_config<FwdConfig<BFloat16, kHeadDim, kHeadDimV, kGeneral>>(params, device,
+                                                                                  stream);
         } else {
-            launch_fwd_config<FwdConfig<Float16, kHeadDim, kHeadDimV, kGeneral>>(params, correction,
-                                                                                 device, stream);
+            launch_fwd_config<FwdConfig<Float16, kHeadDim, kHeadDimV, kGeneral>>(params, device,
+                                                                                 stream);
         }
     });
 }

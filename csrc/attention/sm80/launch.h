@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/bwd_workspace.h"
-#include "attention/delta_correction.h"
 #include "attention/params.h"
 #include "common/launch.h"
 
@@ -20,8 +19,7 @@ inline bool needs_general_kernel(const AttentionProblem& problem) {
 
 /// One definition per size class, in fwd_hdim*.cu and bwd_hdim*.cu.
 template <int kHeadDim, int kHeadDimV>
-void launch_fwd(const AttentionFwdParams& params, const DeltaCorrection& correction,
-                const DeviceLimits& device, cudaStream_t stream);
+void launch_fwd(const AttentionFwdParams& params, const DeviceLimits& device, cudaStream_t stream);
 
 /// kSmall: the tiles for cards with less than kLargeShared bytes of shared memory per block.
 constexpr int kLargeShared = 163 * 1024;
