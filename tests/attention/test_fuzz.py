@@ -11,7 +11,7 @@ import math
 import pytest
 import reference
 import torch
-from errors import assert_within, poisoned_memory, surrounded_by_nan
+from errors import assert_within, assert_zero, poisoned_memory, surrounded_by_nan
 
 pytest.importorskip("hypothesis", reason="not needed to use the kernels: requirements/test.txt")
 from hypothesis import HealthCheck, given, settings
@@ -242,6 +242,21 @@ def test_gradients_of_one_key_beside_a_sink_in_many_columns(kernel, device):
     beside_a_sink = {**ONE_KEY, "head_dim": 64, "dropout_p": 0.0, "s_aux": "own"}
     for seed in range(150):
         run_case(kernel, device, {**beside_a_sink, "seed": seed})
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dims", [(1, 96), (64, 64), (200, 72)], ids=str)
+def test_rows_of_one_key_have_no_gradient(kernel, device, dims, dtype, dropout_p):
+    """dP - delta is 0 to the last bit, whatever is multiplied with it and summed over the rows."""
+    place = {"device": device, "dtype": getattr(torch, dtype)}
+    inputs = make_inputs(place, 2, 127, 1, (4, 2), *dims)
+    inputs["attn_bias"] = 100 * torch.randn(2, 4, 127, 1, **place)
+    leaves = with_gradients(inputs)
+    out = kernel.flash_attn_func(**leaves, dropout_p=dropout_p, softmax_scale=1000.0)
+    found = gradients(leaves, out, None, 100 * random_dout(inputs), None)
+    for name in ("dq", "dk", "dattn_bias"):
+        assert_zero(name, found[name])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -308,6 +308,16 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
     });
 
     module.def("may_be_one_key", &may_be_one_key);
+    py::class_<DeltaSums>(module, "DeltaSums")
+        .def(py::init<>())
+        .def_readwrite("own", &DeltaSums::own)
+        .def_readwrite("own_size", &DeltaSums::own_size)
+        .def_readwrite("stored", &DeltaSums::stored)
+        .def_readwrite("stored_size", &DeltaSums::stored_size)
+        .def_readwrite("dout_size", &DeltaSums::dout_size)
+        .def("is_own", [](const DeltaSums& sums, bool is_bf16) {
+            return sums.is_own(is_bf16 ? DType::kBFloat16 : DType::kFloat16);
+        });
     module.def("has_code_from_hopper_on", &has_code_from_hopper_on);
     module.def("isa_names", [] {
         std::vector<std::string> names;

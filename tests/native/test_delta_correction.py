@@ -1,4 +1,4 @@
-"""Which rows' outputs the backward pass computes once more, with dropout."""
+"""Of which rows the backward pass computes delta once more, with dropout, and when it keeps it."""
 
 import pytest
 import torch
@@ -41,3 +41,47 @@ def test_nan_counts_as_one_key(native):
     assert native.may_be_one_key(float("nan"), 1.0, 0.1)
     assert native.may_be_one_key(0.0, 0.0, 0.1)
     assert not native.may_be_one_key(0.0, 3e38, 0.1)
+
+
+def delta_sums(native, out, stored, weights, values, dout):
+    dprobs = values @ dout
+    sums = native.DeltaSums()
+    sums.own = (weights @ dprobs).item()
+    sums.own_size = (weights @ dprobs.abs()).item()
+    sums.stored = (stored @ dout).item()
+    sums.stored_size = (stored * dout).abs().sum().item()
+    sums.dout_size = dout.abs().sum().item()
+    return sums
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-4], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_rounded_output_of_rounded_probabilities_is_this_calls_own(native, dtype, size):
+    """That of a GPU's forward pass, down to elements that float16 has few digits for."""
+    for _ in range(500):
+        keys, head_dim = torch.randint(1, 40, (2,)).tolist()
+        values = torch.randn(keys, head_dim, dtype=torch.float64) * size
+        weights = torch.softmax(3 * torch.randn(keys, dtype=torch.float64), 0)
+        out = weights.to(dtype).double() @ values
+        dout = torch.randn(head_dim, dtype=torch.float64)
+        sums = delta_sums(native, out, out.to(dtype).double(), weights, values, dout)
+        assert sums.is_own(dtype == torch.bfloat16)
+
+
+def test_an_output_of_several_calls_is_not(native):
+    for dtype in (torch.bfloat16, torch.float16):
+        values = torch.randn(30, 64, dtype=torch.float64)
+        weights = torch.softmax(torch.randn(30, dtype=torch.float64), 0)
+        out = weights @ values
+        dout = out.sign()
+        for other in (1.1 * out, 0.9 * out, 3 * out + 1):
+            stored = other.to(dtype).double()
+            sums = delta_sums(native, out, stored, weights, values, dout)
+            assert not sums.is_own(dtype == torch.bfloat16)
+
+
+def test_nan_is_never_its_own(native):
+    sums = native.DeltaSums()
+    assert sums.is_own(True)
+    sums.own = sums.own_size = float("nan")
+    assert not sums.is_own(True)
