@@ -24,7 +24,9 @@ HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)]
 
 parser = argparse.ArgumentParser()
 parser.add_argument(
-    "groups", nargs="*", default=["attention", "shared_sums", "portable", "kvcache", "norms"]
+    "groups",
+    nargs="*",
+    default=["attention", "shared_sums", "portable", "few_keys", "kvcache", "norms"],
 )
 parser.add_argument("--head-dims", nargs="*", type=int)
 options = parser.parse_args()
@@ -134,6 +136,24 @@ def portable() -> None:
             max_seqlen_k=70,
             attn_bias=bias,
         )
+
+
+def few_keys() -> None:
+    """Where delta is computed once more: few keys (in two parts there), some sequences of a packed
+    call with a sink, dropout."""
+    for head_dims in chosen((64, 64), (128, 128), (72, 96), (512, 512)):
+        bias = randn(1, 4, 130, 20)
+        for terms in ({}, {"s_aux": randn(4), "deterministic": True}, {"attn_bias": bias}):
+            say("few keys", head_dims, *terms)
+            run(kernel.flash_attn_func, dense(*head_dims, 130, 20), **terms, causal=True)
+        say("dropout", head_dims)
+        run(kernel.flash_attn_func, dense(*head_dims, 130, 20), dropout_p=0.1)
+        run(kernel.flash_attn_func, dense(*head_dims), dropout_p=0.1)
+        say("a few keys in a packed call", head_dims)
+        inputs = packed(*head_dims)
+        inputs["cu_seqlens_k"] = torch.tensor([0, 20, 20, 130], dtype=torch.int32).cuda()
+        lengths = {"max_seqlen_q": 70, "max_seqlen_k": 110}
+        run(kernel.flash_attn_varlen_func, inputs, **lengths, s_aux=randn(4), causal=True)
 
 
 def kvcache() -> None:
@@ -257,6 +277,7 @@ GROUPS = {
     "attention": attention,
     "shared_sums": shared_sums,
     "portable": portable,
+    "few_keys": few_keys,
     "kvcache": kvcache,
     "cache_tiles": cache_tiles,
     "float8_cache": float8_cache,
