@@ -20,26 +20,32 @@ namespace {
 constexpr int64_t kMaxHeadDim = 512;
 constexpr int64_t kLatentHeadDim = 576, kLatentHeadDimV = 512;  // multi-head latent attention
 
+/// Calls fn(name, tensor) for all that a call reads beside q and the caches.
+template <class Fn>
+void for_each_input(const KvCacheArguments& arguments, Fn&& fn) {
+    fn("k", arguments.k);
+    fn("v", arguments.v);
+    fn("rotary_cos", arguments.rotary_cos);
+    fn("rotary_sin", arguments.rotary_sin);
+    fn("cu_seqlens_q", arguments.cu_seqlens_q);
+    fn("cu_seqlens_k", arguments.cu_seqlens_k);
+    fn("cache_seqlens", arguments.cache_seqlens);
+    fn("cache_batch_idx", arguments.cache_batch_idx);
+    fn("cache_leftpad", arguments.cache_leftpad);
+    fn("block_table", arguments.page_table);
+    fn("alibi_slopes", arguments.alibi_slopes);
+    fn("s_aux", arguments.s_aux);
+    fn("k_descale", arguments.k_descale);
+    fn("v_descale", arguments.v_descale);
+}
+
 void check_devices(const KvCacheArguments& arguments) {
     const auto check = [&](const char* name, const std::optional<Tensor>& tensor) {
         if (tensor) check_device(name, *tensor, "q", arguments.q);
     };
     check("k_cache", arguments.k_cache);
     check("v_cache", arguments.v_cache);
-    check("k", arguments.k);
-    check("v", arguments.v);
-    check("rotary_cos", arguments.rotary_cos);
-    check("rotary_sin", arguments.rotary_sin);
-    check("cu_seqlens_q", arguments.cu_seqlens_q);
-    check("cu_seqlens_k", arguments.cu_seqlens_k);
-    check("cache_seqlens", arguments.cache_seqlens);
-    check("cache_batch_idx", arguments.cache_batch_idx);
-    check("cache_leftpad", arguments.cache_leftpad);
-    check("block_table", arguments.page_table);
-    check("alibi_slopes", arguments.alibi_slopes);
-    check("s_aux", arguments.s_aux);
-    check("k_descale", arguments.k_descale);
-    check("v_descale", arguments.v_descale);
+    for_each_input(arguments, check);
 }
 
 void check_dtypes(const KvCacheArguments& arguments) {
@@ -185,18 +191,7 @@ void check_memory(const KvCacheArguments& arguments) {
                ", which new rows are written into; pass ", name, ".clone()");
     };
     check("q", arguments.q);
-    check("k", arguments.k);
-    check("v", arguments.v);
-    check("rotary_cos", arguments.rotary_cos);
-    check("rotary_sin", arguments.rotary_sin);
-    check("cache_seqlens", arguments.cache_seqlens);
-    check("cache_batch_idx", arguments.cache_batch_idx);
-    check("cache_leftpad", arguments.cache_leftpad);
-    check("block_table", arguments.page_table);
-    check("alibi_slopes", arguments.alibi_slopes);
-    check("s_aux", arguments.s_aux);
-    check("k_descale", arguments.k_descale);
-    check("v_descale", arguments.v_descale);
+    for_each_input(arguments, check);
 }
 
 /// What the refusal of new rows adds if they, or the cache, seem to have their heads first.
