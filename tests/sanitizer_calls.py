@@ -263,7 +263,7 @@ def both_kinds() -> None:
 
 
 def norms() -> None:
-    for hidden_size in (100, 128, 1024, 4096, 16384, 65536):
+    for hidden_size in (100, 128, 1024, 3584, 4096, 8192, 16384, 65536):
         for rows in (3, 200):
             for dtype in (torch.bfloat16, torch.float32):
                 say("norms", hidden_size, rows, dtype)

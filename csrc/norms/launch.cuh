@@ -74,18 +74,19 @@ constexpr int kMaxDevices = 64;
 /// time. It belongs to the kernel and starts with zeros.
 struct KernelLimits {
     std::atomic<int> registers[kMaxDevices];
-    // Of 1, 2, 4 and 8 CTAs, of which 1, 2 ... share a multiprocessor.
-    std::atomic<int> clusters[kMaxDevices][4][kMaxCtasPerSm];
+    // Of the launch shapes asked for last: a shape and how many of its clusters run at a time, in
+    // one word, see max_clusters.
+    static constexpr int kKnownShapes = 16;
+    std::atomic<uint64_t> clusters[kMaxDevices][kKnownShapes];
 };
 
 /// Allows the kernel all the shared memory that a CTA can have, once for each device, and gives
 /// its registers per thread.
 int prepare_kernel(const void* kernel, const DeviceLimits& device, KernelLimits& limits);
 
-/// How many clusters of this shape run at a time where ctas_per_sm of their CTAs share a
-/// multiprocessor: fewer than the multiprocessors would give, because a cluster stays within a part
-/// of the device.
-int max_clusters(const void* kernel, const LaunchShape& shape, int ctas_per_sm,
-                 const DeviceLimits& device, KernelLimits& limits);
+/// How many clusters of this shape run at a time: fewer than the multiprocessors would give,
+/// because a cluster stays within a part of the device.
+int max_clusters(const void* kernel, const LaunchShape& shape, const DeviceLimits& device,
+                 KernelLimits& limits);
 
 }  // namespace flash_attn_norm

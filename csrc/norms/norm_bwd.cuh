@@ -25,6 +25,7 @@ struct BwdConfig {
     static constexpr int kPack = pack_size(kXDType);
     using Arch = Arch_;
     static constexpr int kMaxThreads = 512;  // per CTA
+    static constexpr bool kIsEven = false;   // see RowColumns
     /// What stays in registers between the halves of a row, where the sums for dweight and dbias
     /// leave room for it; the rest is computed again.
     static constexpr bool kHoldsDxhat =

@@ -24,6 +24,7 @@ struct FewRowsConfig {
     static constexpr int kPack = pack_size(kXDType);
     static constexpr int kVecs = 16 / kPack;
     static constexpr int kMaxThreads = 512;
+    static constexpr bool kIsEven = false;  // see RowColumns
     static constexpr int kMinCtas = kSumDType == DType::kFloat32 ? 1 : 2;
     static constexpr bool kLayerNorm = true;
     static constexpr int kSums = 2;

@@ -75,8 +75,8 @@ bool size_persistent_kernel(int cluster_size, BwdPlan& plan) {
 
     int64_t blocks = int64_t{device.num_sms} * ctas_per_sm;
     if (cluster_size > 1) {
-        blocks = max_clusters(reinterpret_cast<const void*>(plan.kernel), plan.shape, ctas_per_sm,
-                              device, limits);
+        blocks =
+            max_clusters(reinterpret_cast<const void*>(plan.kernel), plan.shape, device, limits);
     }
     const int64_t rows = params.problem.rows.num_rows;
     const int64_t num_steps = (rows + plan.shape.row_slots - 1) / plan.shape.row_slots;
@@ -253,14 +253,21 @@ inline int64_t workspace_bytes(const BwdPlan& plan) {
 }
 
 /// The last stage of dweight and dbias. Narrow tiles where there are few columns, so that more
-/// multiprocessors take part.
-template <class Arch>
-LaunchShape final_shape(const NormBwdParams& params) {
+/// multiprocessors take part; where there are many, no more threads than run at a time, each with a
+/// longer run of the partial sums.
+inline LaunchShape final_shape(const NormBwdParams& params) {
     const int64_t hidden_size = params.problem.hidden_size;
+    const DeviceLimits& device = current_device_limits();
+    const int num_sums = (params.dweight != nullptr) + (params.dbias != nullptr);
     LaunchShape shape;
     shape.threads_per_row = hidden_size <= 2048 ? 8 : kTileColumns;
     shape.row_slots = kFinalThreads / shape.threads_per_row;
-    const int num_sums = (params.dweight != nullptr) + (params.dbias != nullptr);
+    const int64_t threads_at_once = int64_t{device.num_sms} * device.threads_per_sm;
+    constexpr int kMinSlots = 4;
+    while (shape.row_slots > kMinSlots &&
+           hidden_size * num_sums * shape.row_slots > threads_at_once) {
+        shape.row_slots /= 2;
+    }
     const int64_t tiles = (hidden_size + shape.threads_per_row - 1) / shape.threads_per_row;
     shape.num_ctas = tiles * num_sums;
     return shape;
@@ -284,8 +291,8 @@ void launch_norm_bwd(const NormBwdParams& params, const Allocator& allocate, cud
     static KernelLimits limits;
     prepare_kernel(reinterpret_cast<const void*>(&norm_bwd_final_kernel<Arch>),
                    current_device_limits(), limits);
-    launch<Arch>(&norm_bwd_final_kernel<Arch>, final_shape<Arch>(params), plan.params,
-                 "norm_bwd_final", stream);
+    launch<Arch>(&norm_bwd_final_kernel<Arch>, final_shape(params), plan.params, "norm_bwd_final",
+                 stream);
 }
 
 }  // namespace flash_attn_norm

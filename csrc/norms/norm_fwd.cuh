@@ -43,6 +43,7 @@ struct FwdConfig {
     /// elsewhere they come from the L1.
     static constexpr bool kLoadsFactorsEarly = kVecs <= 2;
     static constexpr bool kReadsTwice = false;
+    static constexpr bool kIsEven = false;  // see RowColumns
 
     using XPack = PackWords<kPack, kXDType>;
     /// A pack of the sum, as it lies in memory: in registers it takes half the room of floats.
@@ -52,11 +53,23 @@ struct FwdConfig {
 };
 
 /// Rows without a residual that are read twice, the second time from the L1: no registers hold them
-/// while the sums come together, so that more CTAs share a multiprocessor.
+/// while the sums come together, so that more CTAs share a multiprocessor. In LayerNorm, whose
+/// instructions count, only for rows of which every thread has as many packs.
 template <DType kXDType_, bool kLayerNorm_, int kVecs_, class Arch_>
 struct FwdTwiceConfig : FwdConfig<kXDType_, kLayerNorm_, FwdKind::kUsual, kVecs_, Arch_> {
     static constexpr int kMinCtas = 3;
     static constexpr bool kReadsTwice = true;
+    static constexpr bool kIsEven = kLayerNorm_;
+    static constexpr bool kLoadsFactorsEarly = false;
+    using FactorTile = uint4[1];
+};
+
+/// LayerNorm's short rows of which every thread has as many packs, without a residual: no
+/// instruction for anything else.
+template <DType kXDType_, int kVecs_, class Arch_>
+struct FwdShortConfig : FwdConfig<kXDType_, true, FwdKind::kUsual, kVecs_, Arch_> {
+    static constexpr int kMinCtas = kVecs_ == 2 ? 3 : 2;
+    static constexpr bool kIsEven = true;
     static constexpr bool kLoadsFactorsEarly = false;
     using FactorTile = uint4[1];
 };
@@ -84,6 +97,18 @@ struct FwdRowPlaces {
     }
 };
 
+/// A pack of a row; zeros outside it. What is read leaves the L2 after what is written, which makes
+/// reads and writes disturb each other less.
+template <int kCount, DType kDType>
+__device__ __forceinline__ void load_pack_once(const char* row_start, int column, bool is_inside,
+                                               PackWords<kCount, kDType>& pack) {
+    const char* address = row_start + static_cast<int64_t>(column) * size_of(kDType);
+#pragma unroll
+    for (int i = 0; i < PackWords<kCount, kDType>::kWords; ++i) {
+        pack.words[i] = ptx::ld_global_if(address + 16 * i, is_inside, ptx::l2_evict_last());
+    }
+}
+
 /// x + residual, rounded to the sum's dtype. A few packs at a time: with all of the residual beside
 /// all of x there would not be enough registers.
 template <class Config, DType kResidualDType>
@@ -97,8 +122,8 @@ __device__ __forceinline__ void add_residual(const char* residual_row, const Row
         PackWords<Config::kPack, kResidualDType> residual[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            residual[i].load(residual_row, columns.column(first + i),
-                             row.is_inside && columns.is_inside(first + i));
+            load_pack_once(residual_row, columns.column(first + i),
+                           row.is_inside && columns.is_inside(first + i), residual[i]);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -122,7 +147,7 @@ __device__ __forceinline__ void load_sum(const NormFwdParams& params, const FwdR
     typename Config::XPack x[Config::kVecs];
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
-        x[v].load(places.x, columns.column(v), row.is_inside && columns.is_inside(v));
+        load_pack_once(places.x, columns.column(v), row.is_inside && columns.is_inside(v), x[v]);
     }
     if (params.residual == nullptr) {
 #pragma unroll
@@ -133,7 +158,7 @@ __device__ __forceinline__ void load_sum(const NormFwdParams& params, const FwdR
         add_residual<Config, DType::kFloat32>(places.residual, row, columns, x, sum);
     }
     if (params.residual_out == nullptr || !row.is_inside) return;
-    const int64_t out_start = row.index * problem.hidden_size;
+    const int64_t out_start = row.start(problem);
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
         if (columns.is_inside(v)) sum[v].store(params.residual_out, out_start + columns.column(v));
@@ -223,13 +248,12 @@ __device__ __forceinline__ RowMoments part_moments(const RowColumns<Config>& col
     return moments;
 }
 
-/// rstd of the row, and its mean, 0 for RMSNorm.
 template <class Config>
-__device__ __forceinline__ float row_stats(const NormProblem& problem, const Rounding& rounding,
-                                           const RowColumns<Config>& columns,
-                                           const typename Config::SumTile& sum,
-                                           RowReducer<typename Config::Arch>& reducer,
-                                           float& mean) {
+__device__ __forceinline__ RowStats row_stats(const NormProblem& problem, const Rounding& rounding,
+                                              const RowColumns<Config>& columns,
+                                              const typename Config::SumTile& sum,
+                                              RowReducer<typename Config::Arch>& reducer) {
+    float mean = 0.0f;
     float squares[1];
     if constexpr (Config::kLayerNorm) {
         RowMoments moments = part_moments(columns, sum);
@@ -239,7 +263,6 @@ __device__ __forceinline__ float row_stats(const NormProblem& problem, const Rou
         mean = __fmul_rn(moments.sum, problem.inv_hidden_size);
         squares[0] = moments.squares;
     } else {
-        mean = 0.0f;
         // One branch a row: one for each element would take longer than its arithmetic.
         if (!Config::kIsUsual && rounding.stats) {
             squares[0] = sum_of_squares<Config, true>(sum);
@@ -248,7 +271,7 @@ __device__ __forceinline__ float row_stats(const NormProblem& problem, const Rou
         }
         reducer.sum(squares);
     }
-    return row_rstd<Config::kXDType>(problem, rounding, squares[0]);
+    return {mean, row_rstd<Config::kXDType>(problem, rounding, squares[0])};
 }
 
 template <class Config>
@@ -256,12 +279,13 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     norm_fwd_kernel(const __grid_constant__ NormFwdParams params) {
     __shared__ RowSumStorage<typename Config::Arch> smem;
     const NormProblem& problem = params.problem;
-    const Rounding rounding(problem);
+    const Rounding rounding = rounding_of<Config>(problem);
     RowReducer<typename Config::Arch> reducer(smem);
     const RowColumns<Config> columns(problem, reducer);
     const Row row(problem, reducer.block());
     // A kernel that loads without branches reads the first row where there is none.
-    const bool reads_first = Config::kReadsTwice && !row.is_inside;
+    constexpr bool kHasNoBranch = Config::kReadsTwice || Config::kIsEven;
+    const bool reads_first = kHasNoBranch && !row.is_inside;
     const FwdRowPlaces places(params, reads_first ? 0 : row.index);
     wait_for_earlier_kernels<typename Config::Arch>();
 
@@ -271,13 +295,18 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
     typename Config::SumTile sum;
     if constexpr (Config::kReadsTwice) {
         load_first(places.x, columns, sum);
+    } else if constexpr (Config::kIsEven) {
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            sum[v].words[0] =
+                ptx::ld_global_nc(places.x + columns.column(v) * size_of(Config::kXDType));
+        }
     } else {
         load_sum(params, places, row, columns, sum);
     }
     reducer.wait_for_cluster();
 
-    float mean;
-    const float rstd = row_stats(problem, rounding, columns, sum, reducer, mean);
+    const RowStats stats = row_stats(problem, rounding, columns, sum, reducer);
     const auto get_sum = [&](int v) {
         if constexpr (Config::kReadsTwice) {
             typename Config::SumPack pack;
@@ -288,22 +317,7 @@ __global__ void __launch_bounds__(Config::kMaxThreads, Config::kMinCtas)
             return sum[v];
         }
     };
-    constexpr bool kHasProduct = !Config::kLayerNorm && Config::kXDType == Config::kSumDType &&
-                                 Config::kXDType != DType::kFloat32;
-    if (kHasProduct && formula == OutFormula::kProduct) {
-        store_out<Config, kHasProduct ? OutFormula::kProduct : OutFormula::kGeneral>(
-            params, rounding, row, columns, early, get_sum, mean, rstd);
-    } else if (Config::kIsUsual || formula == OutFormula::kSameDtype) {
-        store_out<Config, OutFormula::kSameDtype>(params, rounding, row, columns, early, get_sum,
-                                                  mean, rstd);
-    } else {
-        store_out<Config, OutFormula::kGeneral>(params, rounding, row, columns, early, get_sum,
-                                                mean, rstd);
-    }
-    if (row.is_inside && threadIdx.x == 0 && reducer.cluster_rank() == 0) {
-        params.rstd[row.index] = rstd;
-        if (Config::kLayerNorm) params.mean[row.index] = mean;
-    }
+    store_row(params, rounding, formula, row, columns, early, get_sum, stats);
 }
 
 }  // namespace flash_attn_norm

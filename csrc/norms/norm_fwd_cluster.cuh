@@ -37,7 +37,7 @@ class FwdStages {
     __device__ explicit FwdStages(const ThreadSmem& smem)
         : stages_(smem, 0, kFwdStageWords<Config>) {}
 
-    __device__ __forceinline__ void copy(const NormFwdParams& params, const Row& row,
+    __device__ __forceinline__ void copy(const NormFwdParams& params, const WalkedRow& row,
                                          const RowColumns<Config>& columns, int stage) const {
         const RowShape& shape = params.problem.rows;
         stages_.template copy<Config::kXDType>(params.x, shape, params.x_strides, row, columns,
@@ -67,14 +67,15 @@ class FwdStages {
 };
 
 /// The first half of a row: sends a thread's part of what is added up over it (in RMSNorm the
-/// squares alone), and stores the sum if it is wanted.
+/// squares alone), and stores the sum if it is wanted. Several warps share a row, so that nothing
+/// of the sums stays with the thread.
 template <class Config>
 __device__ __forceinline__ void send_row(const NormFwdParams& params,
-                                         const FwdStages<Config>& stages, int stage, const Row& row,
-                                         const RowColumns<Config>& columns, RowMoments& moments,
+                                         const FwdStages<Config>& stages, int stage,
+                                         const WalkedRow& row, const RowColumns<Config>& columns,
                                          RowReducer<typename Config::Arch>& reducer) {
-    const int64_t start = row.index * params.problem.hidden_size;
-    moments = RowMoments();
+    const int64_t start = row.start(params.problem);
+    RowMoments moments;
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
         const typename Config::SumPack sum = stages.get_sum(stage, v);
@@ -92,25 +93,24 @@ __device__ __forceinline__ void send_row(const NormFwdParams& params,
     } else {
         float squares[1] = {moments.squares};
         reducer.send(squares);
-        moments.squares = squares[0];
     }
 }
 
-/// rstd of the row that was sent, and its mean, 0 for RMSNorm.
+/// Of the row that was sent first among those not received.
 template <class Config>
-__device__ __forceinline__ float receive_row(const NormProblem& problem, const Rounding& rounding,
-                                             RowMoments& moments,
-                                             RowReducer<typename Config::Arch>& reducer,
-                                             float& mean) {
+__device__ __forceinline__ RowStats receive_row(const NormProblem& problem,
+                                                const Rounding& rounding,
+                                                RowReducer<typename Config::Arch>& reducer) {
+    RowMoments moments;
     if constexpr (Config::kLayerNorm) {
         reducer.receive(moments, problem.inv_hidden_size);
     } else {
-        float squares[1] = {moments.squares};
+        float squares[1] = {};
         reducer.receive(squares);
         moments.squares = squares[0];
     }
-    mean = __fmul_rn(moments.sum, problem.inv_hidden_size);
-    return row_rstd<Config::kXDType>(problem, rounding, moments.squares);
+    return {__fmul_rn(moments.sum, problem.inv_hidden_size),
+            row_rstd<Config::kXDType>(problem, rounding, moments.squares)};
 }
 
 template <class Config>
@@ -120,26 +120,24 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
     __shared__ RowSumStorage<typename Config::Arch> row_sum_smem;
     const NormFwdParams& params = kernel_params.params;
     const NormProblem& problem = params.problem;
-    const Rounding rounding(problem);
+    const Rounding rounding = rounding_of<Config>(problem);
     RowReducer<typename Config::Arch> reducer(row_sum_smem);
     const RowColumns<Config> columns(problem, reducer);
     const int num_stages = kernel_params.num_stages;
     const FwdStages<Config> stages(ThreadSmem(dynamic_smem, num_stages * kFwdStageWords<Config>));
     const RowWalk walk(reducer, kernel_params.num_steps, num_stages);
     const auto copy = [&](int step, int stage) {
-        stages.copy(params, Row(problem, step), columns, stage);
+        stages.copy(params, WalkedRow(problem, step), columns, stage);
     };
     reducer.wait_for_cluster();
     wait_for_earlier_kernels<typename Config::Arch>();
 
     walk.copy_first_steps(copy);
     const OutFormula formula = out_formula<Config>(params, rounding);
-    const EarlyFactors<Config> factors(params, formula, columns);
-    constexpr bool kHasProduct = !Config::kLayerNorm && Config::kXDType != DType::kFloat32;
+    EarlyFactors<Config> factors(params, formula, columns);
 
     // One row ahead: what a row's sums take between warps and CTAs is hidden by the next row's
-    // first half. `moments` are those of the row that is finished.
-    RowMoments moments, next_moments;
+    // first half.
     int stage = num_stages - 1;
     for (int step = walk.first_step - walk.num_blocks; step < walk.num_steps;
          step += walk.num_blocks) {
@@ -147,29 +145,17 @@ __global__ void __launch_bounds__(Config::kMaxThreads, 1)
         const int next_stage = walk.next_stage(stage);
         if (next_step < walk.num_steps) {
             wait_for_stage(num_stages - 1);
-            send_row(params, stages, next_stage, Row(problem, next_step), columns, next_moments,
-                     reducer);
+            send_row(params, stages, next_stage, WalkedRow(problem, next_step), columns, reducer);
         }
         if (step >= walk.first_step) {
-            const Row place(problem, step);
-            float mean;
-            const float rstd = receive_row<Config>(problem, rounding, moments, reducer, mean);
+            const RowStats stats = receive_row<Config>(problem, rounding, reducer);
             const auto get_sum = [&](int v) { return stages.get_sum(stage, v); };
-            if (kHasProduct && formula == OutFormula::kProduct) {
-                store_out<Config, kHasProduct ? OutFormula::kProduct : OutFormula::kSameDtype>(
-                    params, rounding, place, columns, factors, get_sum, mean, rstd);
-            } else {
-                store_out<Config, OutFormula::kSameDtype>(params, rounding, place, columns, factors,
-                                                          get_sum, mean, rstd);
-            }
-            if (threadIdx.x == 0 && reducer.cluster_rank() == 0) {
-                params.rstd[place.index] = rstd;
-                if (Config::kLayerNorm) params.mean[place.index] = mean;
-            }
+            if (Config::kXDType == DType::kFloat16) factors.keep_packed();
+            store_row(params, rounding, formula, WalkedRow(problem, step), columns, factors,
+                      get_sum, stats);
             walk.copy_later_step(step, stage, copy);
         }
         reducer.sync();
-        moments = next_moments;
         stage = next_stage;
     }
 }

@@ -4,6 +4,7 @@
 
 #include "norms/norm_math.cuh"
 #include "norms/row_columns.cuh"
+#include "ptx/opaque_words.cuh"
 
 // The second half of the forward pass: what is done with a row once its mean and rstd are known.
 
@@ -22,6 +23,14 @@ FAN_HOST_DEVICE bool is_usual_problem(const NormFwdParams& params) {
     const NormProblem& problem = params.problem;
     return problem.sum_dtype == problem.x_dtype && has_factors_of_x(params) &&
            problem.casting_mode != CastingMode::kNone;
+}
+
+/// What is known of a usual problem takes no instructions.
+template <class Config>
+__device__ __forceinline__ Rounding rounding_of(const NormProblem& problem) {
+    Rounding rounding(problem);
+    if (Config::kIsUsual) rounding.stats = false;
+    return rounding;
 }
 
 /// How xhat becomes out; one loop for each, so that the first two have no branches.
@@ -66,6 +75,16 @@ struct EarlyFactors {
             }
         }
     }
+
+    /// In a loop over rows, so that float16 is converted in each: ahead of the loop, the factors as
+    /// floats would take twice the registers.
+    __device__ __forceinline__ void keep_packed() {
+#pragma unroll
+        for (int v = 0; v < Config::kVecs; ++v) {
+            ptx::make_opaque(weight[v]);
+            if (Config::kLayerNorm) ptx::make_opaque(bias[v]);
+        }
+    }
 };
 
 /// Multiplies xhat with the weight and adds the bias, as kGeneral says. Not adding a bias where
@@ -89,34 +108,41 @@ __device__ __forceinline__ void apply_factors(const NormFwdParams& params, const
     for (int i = 0; i < Config::kPack; ++i) values[i] += bias[i];
 }
 
+/// What the sums of a row come to. The mean is 0 for RMSNorm.
+struct RowStats {
+    float mean;
+    float rstd;
+};
+
 /// xhat of a pack of the sum, before it is rounded. For 16-bit sums LayerNorm's is rounded once,
 /// not twice: what that changes is no more than the rounding of the mean itself.
 template <class Config>
-__device__ __forceinline__ void normalize(const typename Config::SumPack& sum, float mean,
-                                          float rstd, float* values) {
+__device__ __forceinline__ void normalize(const typename Config::SumPack& sum,
+                                          const RowStats& stats, float* values) {
     constexpr bool kRoundsOnce = Config::kLayerNorm && Config::kSumDType != DType::kFloat32;
-    const float shift = -mean * rstd;
+    const float shift = -stats.mean * stats.rstd;
     sum.get(values);
 #pragma unroll
     for (int i = 0; i < Config::kPack; ++i) {
         if (kRoundsOnce) {
-            values[i] = fmaf(values[i], rstd, shift);
+            values[i] = fmaf(values[i], stats.rstd, shift);
         } else {
-            values[i] = __fmul_rn(Config::kLayerNorm ? values[i] - mean : values[i], rstd);
+            values[i] =
+                __fmul_rn(Config::kLayerNorm ? values[i] - stats.mean : values[i], stats.rstd);
         }
     }
 }
 
 /// get_sum(v): pack v of what is normed.
-template <class Config, OutFormula kFormula, class GetSum>
+template <OutFormula kFormula, class Config, class AnyRow, class GetSum>
 __device__ __forceinline__ void store_out(const NormFwdParams& params, const Rounding& rounding,
-                                          const Row& row, const RowColumns<Config>& columns,
+                                          const AnyRow& row, const RowColumns<Config>& columns,
                                           const EarlyFactors<Config>& early, const GetSum& get_sum,
-                                          float mean, float rstd) {
+                                          const RowStats& stats) {
     constexpr DType kXDType = Config::kXDType;
     constexpr bool kIsEarly = Config::kLoadsFactorsEarly;
     constexpr bool kHasBranch = kIsEarly || kFormula == OutFormula::kGeneral;
-    const int64_t start = row.index * params.problem.hidden_size;
+    const int64_t start = row.start(params.problem);
 #pragma unroll
     for (int v = 0; v < Config::kVecs; ++v) {
         const bool is_inside = row.is_inside && columns.is_inside(v);
@@ -128,7 +154,7 @@ __device__ __forceinline__ void store_out(const NormFwdParams& params, const Rou
         };
         typename Config::XPack out;
         float values[Config::kPack];
-        normalize<Config>(get_sum(v), mean, rstd, values);
+        normalize<Config>(get_sum(v), stats, values);
         if constexpr (kFormula == OutFormula::kProduct) {
             out.set(values);
             out.words[0] = mul_packed<kXDType>(out.words[0],
@@ -152,6 +178,29 @@ __device__ __forceinline__ void store_out(const NormFwdParams& params, const Rou
         }
         if (kHasBranch || is_inside) out.store(params.out, start + column);
     }
+}
+
+/// The row's output, mean and rstd.
+template <class Config, class AnyRow, class GetSum>
+__device__ __forceinline__ void store_row(const NormFwdParams& params, const Rounding& rounding,
+                                          OutFormula formula, const AnyRow& row,
+                                          const RowColumns<Config>& columns,
+                                          const EarlyFactors<Config>& early, const GetSum& get_sum,
+                                          const RowStats& stats) {
+    constexpr bool kHasProduct = !Config::kLayerNorm && Config::kXDType == Config::kSumDType &&
+                                 Config::kXDType != DType::kFloat32;
+    constexpr OutFormula kSameDtype = OutFormula::kSameDtype;
+    if (kHasProduct && formula == OutFormula::kProduct) {
+        store_out<kHasProduct ? OutFormula::kProduct : kSameDtype>(params, rounding, row, columns,
+                                                                   early, get_sum, stats);
+    } else if (Config::kIsUsual || formula == kSameDtype) {
+        store_out<kSameDtype>(params, rounding, row, columns, early, get_sum, stats);
+    } else {
+        store_out<OutFormula::kGeneral>(params, rounding, row, columns, early, get_sum, stats);
+    }
+    if (!row.is_inside || columns.first != 0) return;  // one thread of a row
+    params.rstd[row.index] = stats.rstd;
+    if (Config::kLayerNorm) params.mean[row.index] = stats.mean;
 }
 
 }  // namespace flash_attn_norm

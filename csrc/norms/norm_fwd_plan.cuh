@@ -71,7 +71,7 @@ bool launch_norm_fwd_cluster(const NormFwdParams& params, cudaStream_t stream) {
         while (packs > int64_t{shape.cluster_size} * Config::kVecs * Config::kMaxThreads) {
             shape.cluster_size *= 2;
         }
-        if (shape.cluster_size > Arch::kMaxClusterSize) return false;
+        if (shape.cluster_size > Arch::kMaxClusterSize || rows > kMaxWalkedRows) return false;
         const int64_t packs_per_cta = (packs + shape.cluster_size - 1) / shape.cluster_size;
         shape.threads_per_row = threads_for_row(packs_per_cta, Config::kVecs, Config::kMaxThreads);
         NormFwdClusterParams kernel_params;
@@ -84,7 +84,7 @@ bool launch_norm_fwd_cluster(const NormFwdParams& params, cudaStream_t stream) {
         if (kernel_params.num_stages < 2) return false;
         shape.shared_bytes = kernel_params.num_stages * stage_bytes;
         prepare_kernel(function, device, limits);
-        const int64_t clusters = max_clusters(function, shape, 1, device, limits);
+        const int64_t clusters = max_clusters(function, shape, device, limits);
         shape.num_ctas = std::min(rows, clusters) * shape.cluster_size;
         launch<Arch>(kernel, shape, kernel_params, "norm_fwd_cluster", stream);
         return true;
@@ -103,14 +103,19 @@ bool launch_norm_fwd_vecs(const NormFwdParams& params, cudaStream_t stream) {
     using Twice = FwdTwiceConfig<kXDType, kLayerNorm, kVecs, Arch>;
     using Few = std::conditional_t<kLayerNorm && kVecs == 4,
                                    FwdFewConfig<kXDType, kLayerNorm, kVecs, Arch>, InRegisters>;
+    using Short = std::conditional_t<kLayerNorm, FwdShortConfig<kXDType, kVecs, Arch>, Twice>;
     const int64_t packs = params.problem.hidden_size / InRegisters::kPack;
     if (packs > kVecs * InRegisters::kMaxThreads) return false;
-    // A single row would wait for the second reading, and RMSNorm's shortest rows gain nothing.
-    constexpr int64_t kShortRow = 32;
+    const int threads = threads_for_row(packs, kVecs, InRegisters::kMaxThreads);
+    const bool is_even = packs == int64_t{kVecs} * threads;
+    constexpr int64_t kShortRow = kLayerNorm ? 128 : 32;
+    // A single row would wait for the second reading, and short rows gain nothing by it.
     if (params.problem.rows.num_rows <= kFewFwdRows) {
         launch_norm_fwd_config<Few>(params, 1, stream);
-    } else if (params.residual != nullptr || (!kLayerNorm && packs <= kShortRow)) {
+    } else if (params.residual != nullptr || (kLayerNorm ? !is_even : packs <= kShortRow)) {
         launch_norm_fwd_config<InRegisters>(params, 1, stream);
+    } else if (packs <= kShortRow) {
+        launch_norm_fwd_config<Short>(params, 1, stream);
     } else {
         launch_norm_fwd_config<Twice>(params, 1, stream);
     }

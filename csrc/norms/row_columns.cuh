@@ -16,7 +16,7 @@ struct RowColumns {
     int first;  // of its first pack; the next ones are `step` packs apart
     int end;
     int step;
-    bool is_even;  // every thread of the row has kVecs packs
+    bool is_even;  // every thread of the row has kVecs packs; always, if Config::kIsEven
 
     __device__ RowColumns(const NormProblem& problem,
                           const RowReducer<typename Config::Arch>& reducer) {
@@ -24,7 +24,7 @@ struct RowColumns {
         const int packs_per_cta = reducer.part_of_cta(packs);
         step = static_cast<int>(blockDim.x);
         set_part(packs, packs_per_cta, reducer.cluster_rank(), threadIdx.x);
-        is_even = Config::kVecs * step * reducer.cluster_size() == packs;
+        is_even = Config::kIsEven || Config::kVecs * step * reducer.cluster_size() == packs;
     }
 
     /// The same columns for the threads of one CTA that do what a cluster of num_parts CTAs does, 1
@@ -40,7 +40,7 @@ struct RowColumns {
     }
 
     __device__ int column(int v) const { return first + v * step * Config::kPack; }
-    __device__ bool is_inside(int v) const { return column(v) < end; }
+    __device__ bool is_inside(int v) const { return Config::kIsEven || column(v) < end; }
     /// A column that exists, whatever it is where column(v) does not: what is loaded there needs no
     /// branch, and is not used.
     __device__ int column_inside(int v) const { return is_inside(v) ? column(v) : 0; }
@@ -71,6 +71,10 @@ struct Row {
 
     __device__ Row(const NormProblem& problem, int64_t step)
         : index(step * blockDim.y + threadIdx.y), is_inside(index < problem.rows.num_rows) {}
+    /// Where the row starts in a contiguous tensor.
+    __device__ int64_t start(const NormProblem& problem) const {
+        return index * problem.hidden_size;
+    }
 };
 
 /// The same for kernels that walk over at most kMaxWalkedRows rows: 32 bits take fewer
@@ -82,7 +86,6 @@ struct WalkedRow {
     __device__ WalkedRow(const NormProblem& problem, int step)
         : index(step * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y)),
           is_inside(index < static_cast<int>(problem.rows.num_rows)) {}
-    /// Where the row starts in a contiguous tensor.
     __device__ int64_t start(const NormProblem& problem) const {
         return int64_t{index} * static_cast<int>(problem.hidden_size);
     }
