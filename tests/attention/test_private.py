@@ -1,4 +1,5 @@
-"""FlashAttention-2's private functions: names, signatures, results."""
+"""FlashAttention-2's private functions, which callers reach for (huggingface/diffusers#14012):
+names, signatures, results."""
 
 import inspect
 import math

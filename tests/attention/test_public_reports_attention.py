@@ -271,3 +271,25 @@ def test_gradient_of_a_transposed_v_beside_a_contiguous_k(kernel, bf16_place):
     ours = check(kernel, inputs)
     assert ours["dv"].shape == v.shape
     assert ours["dv"].is_contiguous()
+
+
+@pytest.mark.parametrize("transposed", ["k", "v", "kv"])
+def test_gradients_of_fakes_have_the_strides_of_real_ones(kernel, bf16_place, transposed):
+    """pytorch/pytorch#119500: a compiled backward pass believes what the fake tensors say."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    inputs = make_inputs(bf16_place, 2, 20, 33, (8, 4), 64)
+    for name in transposed:
+        inputs[name] = inputs[name].transpose(1, 2).contiguous().transpose(1, 2)
+
+    def gradients(tensors):
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors.values()]
+        out = kernel.flash_attn_func(*leaves)
+        return torch.autograd.grad(out, leaves, torch.empty_like(out))
+
+    real = gradients(inputs)
+    with FakeTensorMode() as mode:
+        fake = gradients({name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
+    for name, a, b in zip(inputs, real, fake, strict=True):
+        assert a.shape == b.shape == inputs[name].shape, name
+        assert a.stride() == b.stride(), name

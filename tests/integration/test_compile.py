@@ -83,6 +83,7 @@ def test_padding_free_model(kernel):
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_packed_function_takes_maxima_as_int_and_tensor(as_tensor, kernel):
+    """huggingface/transformers#35588"""
     cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
     longest = torch.tensor(7) if as_tensor else 7
     q = torch.randn(10, 4, 16, requires_grad=True)
@@ -104,7 +105,8 @@ def test_packed_function_takes_maxima_as_int_and_tensor(as_tensor, kernel):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernelized_norm_compiles_to_the_same_values(dtype, kernel):
-    """One step of the dtype at most between compiled and plain, in training as in inference."""
+    """One step of the dtype at most between compiled and plain, in training as in inference
+    (huggingface/transformers#46039)."""
     model = make_model("qwen3", "eager", dtype)
     model = replace_rms_norm(model, "LlamaRMSNorm", Mode.TRAINING | Mode.TORCH_COMPILE)
     norm = model.model.layers[0].input_layernorm
