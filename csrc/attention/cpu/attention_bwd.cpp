@@ -124,20 +124,30 @@ void attend_tile(const BwdItem& item, const ScoreTerms& terms, int64_t row, int 
     gradient.dscores_b = s.dscores_b;
     gradient.dscores_lda = plan.block_n;
     gradient.b_panel_stride = tile_panel;
-    engine.softmax_gradient(tile, terms.scale_log2(), gradient);
+    const auto add_products = [&](OperandPart part) {
+        gradient.part = part;
+        engine.softmax_gradient(tile, terms.scale_log2(), gradient);
 
-    // dV^T += dO^T P, dK^T += Q^T dS
-    engine.gemm(GemmArgs{item.operands(s.dout_t, m_block, dout_elements), plan.block_m, s.probs_b,
-                         tile_panel, s.dv_t + n_block * v_elements, plan.block_n, plan.head_dim_v,
-                         keys_padded, rows_padded, /*accumulate=*/true});
-    engine.gemm(GemmArgs{item.operands(s.q_t, m_block, q_elements), plan.block_m, s.dscores_b,
-                         tile_panel, s.dk_t + n_block * k_elements, plan.block_n, plan.head_dim,
-                         keys_padded, rows_padded, /*accumulate=*/true});
+        // dV^T += dO^T P, dK^T += Q^T dS
+        engine.gemm(GemmArgs{item.operands(s.dout_t, m_block, dout_elements), plan.block_m,
+                             s.probs_b, tile_panel, s.dv_t + n_block * v_elements, plan.block_n,
+                             plan.head_dim_v, keys_padded, rows_padded, /*accumulate=*/true});
+        engine.gemm(GemmArgs{item.operands(s.q_t, m_block, q_elements), plan.block_m, s.dscores_b,
+                             tile_panel, s.dk_t + n_block * k_elements, plan.block_n, plan.head_dim,
+                             keys_padded, rows_padded, /*accumulate=*/true});
 
-    // dQ += dS K
-    engine.gemm(GemmArgs{s.dscores_a, plan.block_n, item.operands(s.k, n_block, k_elements),
-                         int64_t{plan.block_n} * kPanel, dq + row * plan.head_dim, plan.head_dim,
-                         rows, plan.head_dim, keys_padded, /*accumulate=*/true});
+        // dQ += dS K
+        engine.gemm(GemmArgs{s.dscores_a, plan.block_n, item.operands(s.k, n_block, k_elements),
+                             int64_t{plan.block_n} * kPanel, dq + row * plan.head_dim,
+                             plan.head_dim, rows, plan.head_dim, keys_padded,
+                             /*accumulate=*/true});
+    };
+    if (plan.in_two_parts) {
+        add_products(OperandPart::kUpper);
+        add_products(OperandPart::kRest);
+    } else {
+        add_products(OperandPart::kRounded);
+    }
 }
 
 void store_dq(const BwdPlan& plan, const SeqlenInfo& info, int64_t head, const float* dq,

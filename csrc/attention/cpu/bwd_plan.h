@@ -19,6 +19,7 @@ struct BwdPlan {
     const TileEngine& engine;
     int block_m, block_n;
     int head_dim, head_dim_v;  // padded to kPanel
+    bool in_two_parts;         // P and dS: see delta_correction.h and OperandPart
     MaxSeqlens longest;
     int64_t rows, keys;  // the longest sequence's, in whole blocks
     int64_t num_units;   // (sequence, KV head)
@@ -28,12 +29,12 @@ struct BwdPlan {
     BwdPlan(const AttentionBwdParams& bwd_params, const CpuRuntime& runtime)
         : params(bwd_params),
           problem(bwd_params.problem),
-          // Operands are not rounded where delta_correction.h says so.
-          engine(select_engine(has_few_keys(problem) ? DType::kFloat32 : problem.dtype)),
+          engine(select_engine(problem.dtype)),
           block_m(engine.bwd_block_m),
           block_n(engine.bwd_block_n),
           head_dim(static_cast<int>(round_up(problem.head_dim, kPanel))),
           head_dim_v(static_cast<int>(round_up(problem.head_dim_v, kPanel))),
+          in_two_parts(has_few_keys(problem) && engine.operand_bytes == 2),
           longest(max_seqlens(problem)) {
         rows = round_up(max_of(longest.q, 1), block_m);
         keys = round_up(max_of(longest.k, 1), block_n);

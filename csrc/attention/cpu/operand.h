@@ -11,7 +11,8 @@ struct FloatOperand {
     using Simd = SimdType;
     using Vec = typename Simd::Vec;
     using Type = float;
-    static constexpr int kPerWord = 1;  // operands in 32 bits
+    static constexpr int kPerWord = 1;      // operands in 32 bits
+    static constexpr bool kRounds = false;  // true: upper(v) are the digits that an operand holds
 
     /// 2^x, as precise as the operand needs it.
     static Vec exp2(Vec x) { return Simd::exp2(x); }

@@ -10,6 +10,12 @@ struct Bf16Operand {
     using Vec = Simd::Vec;
     using Type = uint16_t;
     static constexpr int kPerWord = 2;
+    static constexpr bool kRounds = true;
+
+    static Vec upper(Vec v) {
+        const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+        return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), mask));
+    }
 
     /// Relative error 3e-6: the degree that is far below bf16's rounding (2e-3) and still good
     /// for the sum that softmax_lse comes from.

@@ -100,6 +100,16 @@ struct GradientRow {
     }
 };
 
+template <class Operand>
+typename Operand::Vec part_of(typename Operand::Vec x, OperandPart part) {
+    if constexpr (Operand::kRounds) {
+        if (part == OperandPart::kUpper) return Operand::upper(x);
+        if (part == OperandPart::kRest) return Operand::Simd::sub(x, Operand::upper(x));
+    }
+    (void)part;
+    return x;
+}
+
 /// Rows r and r + 1 of the B forms lie behind the tile's end.
 template <class Operand>
 void clear_pair(const GradientTile& gradient, int r, int keys_padded) {
@@ -140,6 +150,10 @@ void softmax_gradient(const ScoreTile& tile, float scale_log2, const GradientTil
             } else {
                 p1 = ds1 = Simd::broadcast(0.0f);
             }
+            p0 = part_of<Operand>(p0, gradient.part);
+            p1 = part_of<Operand>(p1, gradient.part);
+            ds0 = part_of<Operand>(ds0, gradient.part);
+            ds1 = part_of<Operand>(ds1, gradient.part);
             const int64_t pair = c / kPanel * gradient.b_panel_stride + int64_t{r} * kPanel;
             if (gradient.probs_b != nullptr) {
                 Operand::store_pair(static_cast<Type*>(gradient.probs_b) + pair, c % kPanel, p0,

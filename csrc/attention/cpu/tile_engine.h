@@ -93,8 +93,13 @@ struct SoftmaxState {
     float* correction = nullptr;  // [rows], out: what older sums and outputs are multiplied with
 };
 
+/// Which digits of P and dS are stored as operands: all, rounded, or in two steps the upper ones
+/// and what they leave.
+enum class OperandPart { kRounded, kUpper, kRest };
+
 /// Terms of the backward pass of one tile.
 struct GradientTile {
+    OperandPart part = OperandPart::kRounded;
     const float* lse_log2 = nullptr;        // [rows]; +inf for a row that sees no key
     const float* delta = nullptr;           // [rows], rowsum(dout * out) - dsoftmax_lse
     const float* keep = nullptr;            // dropout factors, or null
