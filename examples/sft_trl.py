@@ -7,10 +7,11 @@ Makes a tiny Qwen3-shaped model, a tokenizer and a dataset (examples/tiny_model.
     python examples/sft_trl.py --packing false     padded batches
     python examples/sft_trl.py --max_steps 50 --logging_steps 10
 
-The same with your own model and data, from the Hub: leave LOCAL_KERNELS and HF_HUB_OFFLINE alone,
-name them in --model_name_or_path and --dataset_name, and add
---model_init_kwargs '{"allow_all_kernels": true}', because the publisher is not on the Hub's list of
-trusted ones (--trust_remote_code does not reach kernels).
+For your own model and data call `trl sft` yourself, as docs/integration.md shows: name them in
+--model_name_or_path and --dataset_name, and keep --attn_implementation. With LOCAL_KERNELS set to a
+build the kernels come from there. Without it they come from the Hub and, as the publisher is not on
+its list of trusted ones, need --model_init_kwargs '{"allow_all_kernels": true}'
+(--trust_remote_code does not reach kernels).
 """
 
 import os
