@@ -2,9 +2,15 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <cstdint>
+
+#include "attention/attention_device.h"
 #include "attention/decode/config.h"
+#include "attention/decode/plan.h"
 #include "attention/decode/split_params.h"
 #include "common/check.h"
+#include "common/launch.h"
 
 namespace flash_attn_norm {
 namespace decode {
@@ -35,6 +41,23 @@ void launch_kernel(void (*kernel)(Params), dim3 grid, int threads, int shared_by
         attribute.val.clusterDim.y = static_cast<unsigned>(cluster_size);
     }
     check_cuda(cudaLaunchKernelEx(&config, kernel, params), name);
+}
+
+/// Launches kernel(kernel_params), which computes splits: a CTA for each row tile, KV head and
+/// split. `allowed`: see allow_shared_memory.
+template <class Arch, class Params>
+void launch_splits(void (*kernel)(Params), const KvCacheAttentionParams& params,
+                   const SplitPlan& plan, int threads, int shared_bytes,
+                   const Params& kernel_params, std::atomic<uint64_t>& allowed,
+                   cudaStream_t stream) {
+    constexpr const char* kName = "attention to a cache";
+    const DeviceLimits& device = attention_device_limits();
+    allow_shared_memory(reinterpret_cast<const void*>(kernel), device.shared_per_block,
+                        device.device, allowed);
+    const dim3 grid(grid_size(kName, plan.row_tiles * params.problem.num_heads_kv),
+                    static_cast<unsigned>(plan.num_splits));
+    launch_kernel<Arch>(kernel, grid, threads, shared_bytes, kernel_params, kName, stream,
+                        plan.in_cluster ? plan.num_splits : 1);
 }
 
 /// The parts of a call, in the order in which they run. One definition of the first two per

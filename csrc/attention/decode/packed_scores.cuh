@@ -42,6 +42,11 @@ struct PackedRows {
         }
     }
 
+    /// What scores are multiplied with before 2 is raised to them: of apply_terms, or raw products.
+    __device__ __forceinline__ float scale_log2() const {
+        return has_terms ? kLog2E : softmax_scale * kLog2E;
+    }
+
     /// By the exponential: tanh.approx is good for 2^-11 only, too little for the LSE.
     __device__ __forceinline__ static float tanh_of(float x) {
         return 1.0f - 2.0f * ptx::rcp_approx(1.0f + ptx::ex2_approx(2.0f * kLog2E * x));

@@ -159,7 +159,7 @@ __device__ __forceinline__ void consume_kv_tiles(SplitSharedStorage<Config>& sha
         load_queries<Config::kHeadDim>(params, block, Config::kBlockM, thread, threads, q_place);
     }
     const PackedRows rows(params, block, keys.band, warp.row + warp.lane / 4);
-    const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
+    const float scale_log2 = rows.scale_log2();
     __syncthreads();  // Q is there
 
     const SplitQueries<Config> queries(shared, warp);
@@ -233,7 +233,11 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
     if (!tiles.empty()) {
         consume_kv_tiles(shared, warp, params, block, keys, tiles);
     }
-    share_output<Config>(shared, warp, params, block);
+    const float of_values = Config::kFloat8 ? value_factor<Config>(params, block) : 1.0f;
+    share_sums(shared, warp);
+    __syncthreads();  // the operands' tiles are free, too
+    share_output<Config>(shared, warp, block.num_rows, of_values);
+    __syncthreads();
     store_rows<Config>(shared, warp.sets, params, block);
 }
 

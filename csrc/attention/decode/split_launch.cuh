@@ -61,19 +61,13 @@ SplitPlan plan_split(const KvCacheAttentionParams& params) {
 template <class Arch, int kHeadDim, int kHeadDimV>
 void launch_split(const KvCacheAttentionParams& params, const SplitPlan& plan,
                   const SplitParams& split_params, cudaStream_t stream) {
-    const int64_t ctas = plan.row_tiles * params.problem.num_heads_kv;
-    if (ctas == 0) return;
-    const dim3 grid(grid_size("attention to a cache", ctas),
-                    static_cast<unsigned>(plan.num_splits));
+    if (plan.row_tiles == 0) return;
     with_split_config<Arch, kHeadDim, kHeadDimV>(params, [&](auto config) {
         using Config = decltype(config);
         static std::atomic<uint64_t> allowed{0};
-        const DeviceLimits& device = attention_device_limits();
-        allow_shared_memory(reinterpret_cast<const void*>(split_kernel<Config>),
-                            device.shared_per_block, device.device, allowed);
-        launch_kernel<Arch>(split_kernel<Config>, grid, Config::threads(plan.sets),
-                            SplitSharedStorage<Config>::bytes(plan.sets), split_params,
-                            "attention to a cache", stream);
+        launch_splits<Arch>(split_kernel<Config>, params, plan, Config::threads(plan.sets),
+                            SplitSharedStorage<Config>::bytes(plan.sets), split_params, allowed,
+                            stream);
     });
 }
 

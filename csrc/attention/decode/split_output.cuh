@@ -31,13 +31,10 @@ __device__ __forceinline__ uint32_t pack_output(const SplitParams& params, float
     return Config::Element::pack(low, high);
 }
 
-/// Puts each set's sums and output, scaled to the common maximum, into shared memory. Other warps
-/// of the CTA meet these at two barriers.
-template <class Config, class Storage, class Warp>
-__device__ __forceinline__ void share_output(Storage& shared, const Warp& warp,
-                                             const SplitParams& params, const SplitBlock& block) {
-    const int num_rows = block.num_rows;
-    const float of_values = Config::kFloat8 ? value_factor<Config>(params, block) : 1.0f;
+/// Puts each set's maxima and sums into shared memory. A barrier of the sets follows, behind which
+/// the operands' tiles are free as well, and share_output.
+template <class Storage, class Warp>
+__device__ __forceinline__ void share_sums(Storage& shared, const Warp& warp) {
     const int tile_row = warp.row + warp.lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -49,7 +46,14 @@ __device__ __forceinline__ void share_output(Storage& shared, const Warp& warp,
             shared.row_sum[warp.set][tile_row + 8 * r] = sum;
         }
     }
-    __syncthreads();  // the operands' tiles are free, too
+}
+
+/// Puts each set's output, scaled to the common maximum and by `of_values`, and the totals of all
+/// sets into shared memory. A barrier of the CTA follows.
+template <class Config, class Storage, class Warp>
+__device__ __forceinline__ void share_output(Storage& shared, const Warp& warp, int num_rows,
+                                             float of_values) {
+    const int tile_row = warp.row + warp.lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int row = tile_row + 8 * r;
@@ -81,7 +85,6 @@ __device__ __forceinline__ void share_output(Storage& shared, const Warp& warp,
             }
         }
     }
-    __syncthreads();
 }
 
 /// One row's eight columns from `unit` on, summed over the sets, times `factor`.

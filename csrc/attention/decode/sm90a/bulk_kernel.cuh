@@ -145,7 +145,7 @@ __device__ __forceinline__ void consume_kv_tiles(BulkSharedStorage<Config>& shar
                                        static_cast<int>(threadIdx.x), 32 * warp.sets, q_place);
     }
     const PackedRows rows(params, block, keys.band, warp.lane / 4);
-    const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
+    const float scale_log2 = rows.scale_log2();
     ptx::bar_sync(1, 32 * warp.sets);  // Q is there
 
     const BulkQueries<Config> queries(shared, warp.lane);
@@ -221,15 +221,7 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
     auto& shared = *reinterpret_cast<BulkSharedStorage<Config>*>(shared_bytes);
     if (threadIdx.x == 0) {
         if (ptx::shared_address(shared_bytes) % 1024 != 0) __trap();  // swizzling needs it
-        ptx::prefetch_tensormap(&bulk.map_k);
-        ptx::prefetch_tensormap(&bulk.map_v);
-        for (int i = 0; i < stages; ++i) {
-            ptx::mbarrier_init(ptx::shared_address(&shared.k_full[i]), 1);
-            ptx::mbarrier_init(ptx::shared_address(&shared.v_full[i]), 1);
-            ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[i]), Config::kSetsPerTile);
-            ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[i]), Config::kSetsPerTile);
-        }
-        ptx::fence_mbarrier_init();
+        init_kv_stages(bulk, shared, stages, Config::kSetsPerTile);
     }
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
@@ -248,14 +240,16 @@ __global__ void __launch_bounds__(Config::threads(Config::kMaxSets), 1)
             load_kv_tiles<typename Config::Tile>(bulk, shared, block, keys.positions, tiles,
                                                  stages);
         }
-        __syncthreads();
-        __syncthreads();
     } else {
         if (!tiles.empty()) {
             consume_kv_tiles(shared, warp, params, block, keys, tiles);
         }
-        share_output<Config>(shared, warp, params, block);
+        const float of_values = Config::kFloat8 ? value_factor<Config>(params, block) : 1.0f;
+        share_sums(shared, warp);
+        ptx::bar_sync(1, 32 * sets);  // all sets are through with their tiles
+        share_output<Config>(shared, warp, block.num_rows, of_values);
     }
+    __syncthreads();  // the output of all sets is there
     if (bulk.in_cluster) {
         store_output_of_cluster<Config>(shared, sets, params, block);
     } else {

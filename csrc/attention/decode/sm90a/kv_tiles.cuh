@@ -49,6 +49,19 @@ class TileCopies {
         return Place{pages_[page], position - static_cast<int>(page * params_.page_rows.value)};
     }
 
+    /// The warp's copy of a whole tile to `slot`, as soon as that is empty.
+    __device__ __forceinline__ void load(const Place& place, const CUtensorMap* map, uint32_t slot,
+                                         uint64_t& full, uint64_t& empty, uint32_t parity) const {
+        if (threadIdx.x % 32 == 0) {
+            ptx::mbarrier_wait(ptx::shared_address(&empty), parity);
+            ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&full), Tile::kBytes);
+        }
+        __syncwarp();
+        copy(place, map, slot, ptx::shared_address(&full));
+        __syncwarp();
+    }
+
+  private:
     /// The lane's part of the tile at `slot`; `full` counts its bytes.
     __device__ __forceinline__ void copy(const Place& place, const CUtensorMap* map, uint32_t slot,
                                          uint32_t full) const {
@@ -60,7 +73,6 @@ class TileCopies {
                          max(min(place.entry, last_entry), 0));
     }
 
-  private:
     const SplitParams& params_;
     const int32_t* pages_ = nullptr;  // of the sequence; null: no pages
     int own_entry_ = 0;
@@ -69,6 +81,22 @@ class TileCopies {
     int copy_, chunk_;        // this lane's
     int last_;                // copy with keys, counted over the sequence
 };
+
+/// By one thread, before the others use them: the barriers of the stages, a full and an empty one
+/// each for keys and values, of which `readers` warps say that they are through with them.
+template <class Storage>
+__device__ __forceinline__ void init_kv_stages(const BulkParams& bulk, Storage& shared, int stages,
+                                               int readers) {
+    ptx::prefetch_tensormap(&bulk.map_k);
+    ptx::prefetch_tensormap(&bulk.map_v);
+    for (int i = 0; i < stages; ++i) {
+        ptx::mbarrier_init(ptx::shared_address(&shared.k_full[i]), 1);
+        ptx::mbarrier_init(ptx::shared_address(&shared.v_full[i]), 1);
+        ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[i]), readers);
+        ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[i]), readers);
+    }
+    ptx::fence_mbarrier_init();
+}
 
 /// The producer warp: has the copy engine fill the stages with the tiles of keys and of values.
 template <class Tile, class Storage>
@@ -80,24 +108,14 @@ __device__ __forceinline__ void load_kv_tiles(const BulkParams& bulk, Storage& s
     int stage = 0;
     uint32_t parity = 1;  // the stages are free at first
     auto next = copies.find(tiles.begin);
-    const auto load_tile = [&](const auto& place, const CUtensorMap* map, uint64_t& full,
-                               uint64_t& empty, uint32_t slot) {
-        if (threadIdx.x % 32 == 0) {
-            ptx::mbarrier_wait(ptx::shared_address(&empty), parity);
-            ptx::mbarrier_arrive_expect_tx(ptx::shared_address(&full), Tile::kBytes);
-        }
-        __syncwarp();
-        copies.copy(place, map, slot, ptx::shared_address(&full));
-        __syncwarp();
-    };
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         const auto place = next;
         next = copies.find(tile + 1);  // a read of the page table, begun a tile ahead
         const uint32_t slot = ring + static_cast<uint32_t>(stage * Storage::kStageBytes);
-        load_tile(place, &bulk.map_k, shared.k_full[stage], shared.k_empty[stage], slot);
-        load_tile(place, &bulk.map_v, shared.v_full[stage], shared.v_empty[stage],
-                  slot + Tile::kBytes);
+        copies.load(place, &bulk.map_k, slot, shared.k_full[stage], shared.k_empty[stage], parity);
+        copies.load(place, &bulk.map_v, slot + Tile::kBytes, shared.v_full[stage],
+                    shared.v_empty[stage], parity);
         if (++stage == stages) stage = 0, parity ^= 1;
     }
 }

@@ -20,14 +20,9 @@ void launch_latent_config(const KvCacheAttentionParams& params, const SplitPlan&
     latent.map = cache_map(params, params.k_cache, params.cache.k_strides, params.problem.head_dim,
                            Config::kTileKeys, Config::KTile::kChunkColumns);
     static std::atomic<uint64_t> allowed{0};
-    const DeviceLimits& device = attention_device_limits();
-    allow_shared_memory(reinterpret_cast<const void*>(latent_split_kernel<Config>),
-                        device.shared_per_block, device.device, allowed);
-    const dim3 grid(grid_size("attention to a cache", plan.row_tiles * params.problem.num_heads_kv),
-                    static_cast<unsigned>(plan.num_splits));
-    launch_kernel<Sm90>(latent_split_kernel<Config>, grid, Config::kThreads,
-                        static_cast<int>(sizeof(LatentSharedStorage<Config>)), latent,
-                        "latent attention to a cache", stream);
+    launch_splits<Sm90>(latent_split_kernel<Config>, params, plan, Config::kThreads,
+                        static_cast<int>(sizeof(LatentSharedStorage<Config>)), latent, allowed,
+                        stream);
 }
 
 }  // namespace

@@ -35,14 +35,8 @@ __device__ __forceinline__ void load_latent_tiles(const LatentParams& latent,
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         const auto place = next;
         next = copies.find(tile + 1);  // a read of the page table, begun a tile ahead
-        const uint32_t full = ptx::shared_address(&shared.full[stage]);
-        if (threadIdx.x % 32 == 0) {
-            ptx::mbarrier_wait(ptx::shared_address(&shared.empty[stage]), parity);
-            ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
-        }
-        __syncwarp();
-        copies.copy(place, &latent.map, ptx::shared_address(shared.kv[stage]), full);
-        __syncwarp();
+        copies.load(place, &latent.map, ptx::shared_address(shared.kv[stage]), shared.full[stage],
+                    shared.empty[stage], parity);
         if (++stage == Config::kStages) stage = 0, parity ^= 1;
     }
 }
@@ -73,19 +67,12 @@ __device__ __forceinline__ void consume_latent_tiles(LatentSharedStorage<Config>
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<0>();
 
-        // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
+        // P = exp2(S * scale_log2 - row_max); older output shrinks by the same factor
         const int position = tile * Config::kTileKeys, first_key = position - first_position;
-        const int key = first_key + 2 * (warp.lane % 4);
         const bool is_whole = first_key >= block_keys.full.begin &&
                               first_key + Config::kTileKeys <= block_keys.full.end;
-        if (rows.has_terms) rows.apply_terms(acc_s, key);
-        if (!is_whole) rows.apply_mask(acc_s, key);
-        update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
         uint32_t p[Config::kTileKeys / 4];
-#pragma unroll
-        for (int i = 0; i < Config::kTileKeys / 4; ++i) {
-            p[i] = Element::pack(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
-        }
+        weigh<Element>(p, acc_s, warp, rows, first_key, is_whole, scale_log2);
 
         // O += P V
         if (!is_whole) {  // the other warpgroup may read them as keys meanwhile: it uses no such
@@ -141,7 +128,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         ptx::fence_proxy_async_shared();
         WarpgroupRows<Config::kTilesD> warp(warpgroup, 0, warpgroup * Config::kColumns);
         const PackedRows rows(params, block, keys.band, warp.row);
-        const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
+        const float scale_log2 = rows.scale_log2();
         ptx::bar_sync(1, 128 * Config::kConsumers);  // Q is there
         consume_latent_tiles(shared, warp, rows, block.first_position, keys, tiles, scale_log2);
         store_warpgroup_rows<Config>(warp, params, block, scale_log2, 1.0f);

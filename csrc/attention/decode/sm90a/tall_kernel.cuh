@@ -150,18 +150,11 @@ __device__ __forceinline__ void consume_tall_tiles(TallSharedStorage<Config>& sh
             kv.release_keys();
         }
 
-        // P = exp2(S * scale_log2 - row_max), in place; older output shrinks by the same factor
-        const int key = first_key + 2 * (warp.lane % 4);
+        // P = exp2(S * scale_log2 - row_max); older output shrinks by the same factor
         const bool is_whole = first_key >= block_keys.full.begin &&
                               first_key + Config::kTileKeys <= block_keys.full.end;
-        if (rows.has_terms) rows.apply_terms(acc_s, key);
-        if (!is_whole) rows.apply_mask(acc_s, key);
-        update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
         uint32_t p[Config::kTileKeys / 4];
-#pragma unroll
-        for (int i = 0; i < Config::kTileKeys / 4; ++i) {
-            p[i] = Element::pack(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
-        }
+        weigh<Element>(p, acc_s, warp, rows, first_key, is_whole, scale_log2);
 
         // O += P V, and beside its products the conversion of the next K
         if constexpr (Config::kFloat8) {
@@ -199,15 +192,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
     if (threadIdx.x == 0) {
         if (ptx::shared_address(shared_bytes) % 1024 != 0) __trap();  // swizzling needs it
-        ptx::prefetch_tensormap(&bulk.map_k);
-        ptx::prefetch_tensormap(&bulk.map_v);
-        for (int i = 0; i < Config::kStages; ++i) {
-            ptx::mbarrier_init(ptx::shared_address(&shared.k_full[i]), 1);
-            ptx::mbarrier_init(ptx::shared_address(&shared.v_full[i]), 1);
-            ptx::mbarrier_init(ptx::shared_address(&shared.k_empty[i]), 4 * Config::kConsumers);
-            ptx::mbarrier_init(ptx::shared_address(&shared.v_empty[i]), 4 * Config::kConsumers);
-        }
-        ptx::fence_mbarrier_init();
+        init_kv_stages(bulk, shared, Config::kStages, 4 * Config::kConsumers);
     }
     ptx::griddepcontrol_launch_dependents();
     ptx::griddepcontrol_wait();
@@ -229,7 +214,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
         load_tall_queries(shared, params, block);
         WarpgroupRows<Config::kTilesD> warp(warpgroup, 64 * warpgroup, 0);
         const PackedRows rows(params, block, keys.band, warp.row);
-        const float scale_log2 = rows.has_terms ? kLog2E : params.softmax_scale * kLog2E;
+        const float scale_log2 = rows.scale_log2();
         if (!tiles.empty()) {
             consume_tall_tiles(shared, warp, rows, block.first_position, keys, tiles, scale_log2);
         }

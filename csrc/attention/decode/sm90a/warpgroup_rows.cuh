@@ -2,8 +2,10 @@
 
 #include <cstdint>
 
+#include "attention/decode/packed_scores.cuh"
 #include "attention/decode/row_total.cuh"
 #include "attention/decode/split_output.cuh"
+#include "attention/decode/warp_products.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/warp_mma.cuh"
 #include "ptx/named_barrier.cuh"
@@ -30,6 +32,22 @@ struct WarpgroupRows {
         clear(acc_o);
     }
 };
+
+/// P = exp2(S * scale_log2 - row_max) of a tile of keys from first_key on, as the first operand of
+/// the products with their values; older output shrinks by the same factor.
+template <class Element, int kTilesN, int kTilesD>
+__device__ __forceinline__ void weigh(uint32_t (&p)[2 * kTilesN], float (&acc_s)[1][kTilesN][4],
+                                      WarpgroupRows<kTilesD>& warp, const PackedRows& rows,
+                                      int first_key, bool is_whole, float scale_log2) {
+    const int key = first_key + 2 * (warp.lane % 4);
+    if (rows.has_terms) rows.apply_terms(acc_s, key);
+    if (!is_whole) rows.apply_mask(acc_s, key);
+    update_softmax(warp.softmax, acc_s, warp.acc_o, scale_log2);
+#pragma unroll
+    for (int i = 0; i < 2 * kTilesN; ++i) {
+        p[i] = Element::pack(acc_s[0][i / 2][i % 2 * 2], acc_s[0][i / 2][i % 2 * 2 + 1]);
+    }
+}
 
 /// Zeros in place of values that no row sees, which may be anything, by the threads of a
 /// warpgroup. Another one may do the same meanwhile.
