@@ -58,16 +58,24 @@ struct DeltaSums {
     float stored = 0.0f;    // dout . out
     float stored_size = 0.0f;
     float dout_size = 0.0f;  // sum |dout|
+    float own_lse = 0.0f, stored_lse = 0.0f;
 
-    /// False if the stored output is another call's, or put together of several: its delta is
-    /// farther from this call's than twice what rounding P and `out` may have changed. Rounding P_j
-    /// by a factor of 1 + u changes delta by u P_j dP_j, rounding an element of `out` by u |dout
-    /// out|, or |dout| 2^-25 where float16 has no more digits.
+    /// False if the stored output is another call's, or put together of several: its LSE differs by
+    /// more than float32 sums in another order do, so that other keys have a weight that shows, or
+    /// its delta is farther from this call's than twice what rounding P and `out` may have changed.
+    /// Rounding P_j by a factor of 1 + u changes delta by u P_j dP_j, rounding an element of `out`
+    /// by u |dout out|, or |dout| 2^-25 where float16 has no more digits.
     FAN_HOST_DEVICE bool is_own(DType dtype) const {
         const float unit = dtype == DType::kBFloat16 ? 0.00390625f : 0.00048828125f;  // 2^-8, 2^-11
-        const float difference = own > stored ? own - stored : stored - own;
-        return difference <= unit * (own_size + stored_size) + 5.9604645e-8f * dout_size;
+        const float lse_size = own_lse > 0.0f ? own_lse : -own_lse;
+        const bool has_own_lse =
+            distance(own_lse, stored_lse) <= 0.5f * unit + 3.8146973e-6f * lse_size;  // 2^-18
+        return has_own_lse &&
+               distance(own, stored) <= unit * (own_size + stored_size) + 5.9604645e-8f * dout_size;
     }
+
+  private:
+    FAN_HOST_DEVICE static float distance(float a, float b) { return a > b ? a - b : b - a; }
 };
 
 /// Bytes of the least sums of squares of a value, [batch_size, num_heads_kv], for may_be_one_key();

@@ -238,9 +238,10 @@ __device__ __forceinline__ void store_delta(const AttentionBwdParams& params,
     for (int r = 0; r < 2; ++r) {
         const int row = tile_row + 8 * r;
         const bool exists = row < block.rows;
-        float normalizer;
-        softmax.finish(0, r, scale_log2, sink, normalizer);
         DeltaSums found;
+        float normalizer;
+        found.own_lse = softmax.finish(0, r, scale_log2, sink, normalizer);
+        found.stored_lse = exists ? params.softmax_lse[lse_row + row] : negative_infinity();
         found.own = quad_sum(sums[0][0][2 * r]) * normalizer;
         found.own_size = quad_sum(sums[0][0][2 * r + 1]) * normalizer;
         add_stored<Element>(
@@ -250,7 +251,7 @@ __device__ __forceinline__ void store_delta(const AttentionBwdParams& params,
             exists ? problem.head_dim_v / 8 : 0);
         if (!exists || threadIdx.x % 4 != 0 || !found.is_own(problem.dtype)) continue;
         // A row without a key has a delta of 0, whatever dsoftmax_lse holds.
-        if (params.softmax_lse[lse_row + row] == negative_infinity()) continue;
+        if (found.stored_lse == negative_infinity()) continue;
         delta[row] = params.dsoftmax_lse == nullptr
                          ? found.own
                          : found.own - params.dsoftmax_lse[lse_row + row];

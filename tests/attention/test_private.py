@@ -151,6 +151,31 @@ def test_an_output_of_several_calls_counts_as_it_is(kernel, bf16_place):
     assert_within("dq", dq, expected, 2**-8 * rounding.max().item())
 
 
+@pytest.mark.parametrize("weight", [0.5, 0.1, 0.03, 0.01])
+def test_a_little_weight_of_another_call_shows(kernel, bf16_place, weight):
+    """Of few keys delta is computed once more; not where other calls' keys have a part in the row,
+    whose delta may be as close to this call's as rounding leaves it."""
+    inputs = make_inputs(bf16_place, 1, 64, 5, (2, 2), 64)
+    q, k, v = (inputs[name] for name in "qkv")
+    dout = random_dout(inputs)
+    arguments = (0.0, SCALE, False, -1, -1, 0.0, None, False)
+    out, softmax_lse, _, _ = kernel._flash_attn_forward(q, k, v, *arguments)
+    other = torch.randn_like(out, dtype=torch.float32)
+    merged = torch.lerp(out.float(), other, weight).to(out.dtype)
+    softmax_lse = softmax_lse - math.log1p(-weight)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    kernel._flash_attn_backward(dout, q, k, v, merged, softmax_lse, *grads, *arguments, None)
+
+    q, k, v, dout, merged = (x[0].transpose(0, 1).double() for x in (q, k, v, dout, merged))
+    scores = SCALE * q @ k.transpose(1, 2)
+    probabilities = (1 - weight) * torch.softmax(scores, dim=-1)
+    delta = (dout * merged).sum(-1, keepdim=True)
+    dscores = probabilities * (dout @ v.transpose(1, 2) - delta)
+    expected = (SCALE * dscores @ k).transpose(0, 1)[None]
+    # dq is rounded once to bfloat16, and with it what float32 sums and exponentials leave.
+    assert_within("dq", grads[0], expected, 2**-8 * expected.abs().max().item())
+
+
 def test_packed(kernel, bf16_place):
     inputs = make_packed(bf16_place, [33, 0, 70], [20, 9, 80], more_rows=3)
     dout = random_dout(inputs)

@@ -315,6 +315,8 @@ PYBIND11_MODULE(flash_attn_norm_native, module) {
         .def_readwrite("stored", &DeltaSums::stored)
         .def_readwrite("stored_size", &DeltaSums::stored_size)
         .def_readwrite("dout_size", &DeltaSums::dout_size)
+        .def_readwrite("own_lse", &DeltaSums::own_lse)
+        .def_readwrite("stored_lse", &DeltaSums::stored_lse)
         .def("is_own", [](const DeltaSums& sums, bool is_bf16) {
             return sums.is_own(is_bf16 ? DType::kBFloat16 : DType::kFloat16);
         });

@@ -80,8 +80,28 @@ def test_an_output_of_several_calls_is_not(native):
             assert not sums.is_own(dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lse", [0.0, -3.0, 1e4], ids=str)
+def test_an_lse_says_that_other_keys_have_a_part(native, dtype, lse):
+    """However close the deltas are. Sums in another order differ by a few roundings."""
+    is_bf16 = dtype == torch.bfloat16
+    sums = native.DeltaSums()
+    sums.own_lse = lse
+    for difference in (0.0, 1e-4 + 1e-6 * abs(lse)):
+        for sign in (1, -1):
+            sums.stored_lse = lse + sign * difference
+            assert sums.is_own(is_bf16)
+    sums.stored_lse = lse + 0.01 + 1e-5 * abs(lse)
+    assert not sums.is_own(is_bf16)
+    sums.own_lse = sums.stored_lse = float("-inf")  # no key: the stored delta is 0
+    assert not sums.is_own(is_bf16)
+
+
 def test_nan_is_never_its_own(native):
     sums = native.DeltaSums()
     assert sums.is_own(True)
     sums.own = sums.own_size = float("nan")
+    assert not sums.is_own(True)
+    sums = native.DeltaSums()
+    sums.own_lse = float("nan")
     assert not sums.is_own(True)

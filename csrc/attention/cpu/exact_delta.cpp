@@ -213,7 +213,8 @@ void run_item(const DeltaPlan& plan, const DeltaScratch& s, int64_t index, float
         for (int64_t row = row_begin; row < row_end; row += plan.block_m) {
             const int rows = static_cast<int>(min_of(plan.block_m, row_end - row));
             const QueryRows query = query_rows(plan.params, info, head, row, rows);
-            float* block_delta = delta + lse_offset(problem, info, head) + row;
+            const int64_t lse_row = lse_offset(problem, info, head) + row;
+            float* block_delta = delta + lse_row;
             plan.engine.dot_rows(query.dout, query.out, block_delta);
             if (!corrects || (asks && !may_have_one_key(item, query, least_v))) continue;
             if (!is_packed) pack_keys_and_values(item);
@@ -227,6 +228,8 @@ void run_item(const DeltaPlan& plan, const DeltaScratch& s, int64_t index, float
                 found.own = s.sums[r] * s.correction[r];
                 found.own_size = s.sizes[r] * s.correction[r];
                 found.stored = block_delta[r];
+                found.own_lse = s.lse[r];
+                found.stored_lse = plan.params.softmax_lse[lse_row + r];
                 add_stored(found, query, r);
                 if (found.is_own(problem.dtype)) block_delta[r] = found.own;
             }
