@@ -211,6 +211,25 @@ def test_meta_tensors(kernel, bf16_place):
     refused(lambda: kernel.flash_attn_varlen_func(**meta, **lengths), "seqused_k has shape (1,)")
 
 
+def test_lengths_that_vmap_maps(kernel):
+    place = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    inputs, _ = make_case(place, ([5, 4], [9, 8], [9, 8]))
+    del inputs["seqused_k"]
+    lengths = torch.tensor([[4, 8], [9, 0], [1, 1]], dtype=torch.int32)
+
+    def attention(used):
+        return kernel.flash_attn_varlen_func(
+            **inputs, max_seqlen_q=5, max_seqlen_k=9, seqused_k=used
+        )
+
+    outs = torch.func.vmap(attention)(lengths)
+    for out, used in zip(outs, lengths, strict=True):
+        assert_same_bits("out", out, attention(used))
+    for wrong in (-1, 10):
+        lengths[1, 0] = wrong
+        refused(lambda: torch.func.vmap(attention)(lengths), "seqused_k", "vmap", "between 0 and")
+
+
 @pytest.mark.gpu
 def test_values_on_a_gpu_are_clamped(kernel):
     place = {"device": torch.device("cuda"), "dtype": torch.bfloat16}

@@ -39,15 +39,16 @@ def cut_at_used_keys(sequences: Sequences, seqused_k: Tensor) -> Sequences:
     _check_shape(seqused_k, batch_size, cu_seqlens_k.device)
     lengths = cu_seqlens_k.diff()
     if _may_read_values(seqused_k):
-        if (lengths < 0).any() or (cu_seqlens_q.diff() < 0).any():
+        if _of_all_calls(lengths < 0).any() or _of_all_calls(cu_seqlens_q.diff() < 0).any():
             return sequences
         _check_values(seqused_k, lengths)
-    # 0, 0, 5, 5, 9, 9, ...: the second of a pair becomes the end of the keys that are used.
-    pairs = cu_seqlens_k.repeat_interleave(2)
-    pairs[1:-1:2] += torch.minimum(seqused_k.clamp(min=0), lengths)
+    # The begin and the end of each sequence's used keys: 0, 3, 5, 9, and the last end, 9.
+    begins = cu_seqlens_k[:-1]
+    used_ends = begins + torch.minimum(seqused_k.clamp(min=0), lengths)
+    pairs = torch.cat((torch.stack((begins, used_ends), -1).flatten(), cu_seqlens_k[-1:]))
     if has_batch:
         alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
-    return Sequences(cu_seqlens_q.repeat_interleave(2)[1:], pairs[:-1], alibi_slopes)
+    return Sequences(cu_seqlens_q.repeat_interleave(2)[1:], pairs, alibi_slopes)
 
 
 def _check_shape(seqused_k: Tensor, batch_size: int, device: torch.device) -> None:
@@ -77,8 +78,22 @@ def _may_read_values(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def _of_all_calls(tensor: Tensor) -> Tensor:
+    """What is behind a tensor that torch.func.vmap maps: the values of all its calls."""
+    while torch._C._functorch.is_batchedtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def _check_values(seqused_k: Tensor, lengths: Tensor) -> None:
     wrong = (seqused_k < 0) | (seqused_k > lengths)
+    if not _of_all_calls(wrong).any():
+        return
+    if torch._C._functorch.is_batchedtensor(wrong):
+        raise ValueError(
+            "seqused_k of one of the calls that torch.func.vmap maps has a wrong entry; each must "
+            "lie between 0 and the sequence's length in cu_seqlens_k"
+        )
     for index in wrong.nonzero().flatten().tolist()[:1]:
         raise ValueError(
             f"seqused_k[{index}] is {seqused_k[index].item()}; it must lie between 0 and the "
