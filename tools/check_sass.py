@@ -31,14 +31,13 @@ OPCODES = {
     "UTMALDG": {0x5B4},  # cp.async.bulk.tensor, global to shared
 }
 
-# Forward kernels work in steps (docs/attention_sm90.md): S = Q K^T of one block is issued (both
-# operands in shared memory: s), then O += P V of the block before (P in registers: r); the wait
-# that leaves one group in flight (1) is for S, the next, which leaves none (0), for O. With a wait
-# between the products, such as ptxas puts in where it cannot follow their registers, a softmax
-# would have nothing to run beside.
+# Forward kernels work in steps (docs/attention_sm90.md): S = Q K^T of one block is issued (s), then
+# O += P V of the block before (r: contracted over the rows of V, which the instruction calls B
+# transposed, bit 62); the wait that leaves one group in flight (1) is for S, the next, which leaves
+# none (0), for O. With a wait between the products, such as ptxas puts in where it cannot follow
+# their registers, a softmax would have nothing to run beside.
 STEP_SOURCE = "csrc/attention/sm90/fwd_hdim*.cu"
 STEP = re.compile("s+r+10")
-PRODUCTS = {0x9F0: "s", 0xDF0: "r"}
 WARPGROUP = 0x9C5  # ARRIVE, and with bit 47 DEPBAR: groups that may stay in flight in bits 72 to 77
 
 
@@ -95,7 +94,9 @@ def _product_or_wait(low: int, high: int) -> str:
     opcode = low & 0xFFF
     if opcode == WARPGROUP and low >> 47 & 1:
         return str(high >> 8 & 0x3F)
-    return PRODUCTS.get(opcode, "")
+    if opcode in OPCODES["HGMMA"]:
+        return "r" if low >> 62 & 1 else "s"
+    return ""
 
 
 def _machine_code(path: Path, cuobjdump: Path) -> dict[str, bytes]:

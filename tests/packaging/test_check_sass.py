@@ -28,6 +28,13 @@ __device__ void issue_scores(float (&s)[16]) {
     wgmma_commit_group();
 }
 
+__device__ void issue_register_scores(float (&s)[16]) {
+    const uint32_t q[4] = {5, 6, 7, 8};
+    wgmma_fence();
+    Wgmma<WgmmaType::kBf16, 32>::rs<Major::kContraction>(s, q, 2, 0);
+    wgmma_commit_group();
+}
+
 __device__ void issue_output(float (&o)[16]) {
     const uint32_t p[4] = {1, 2, 3, 4};
     wgmma_fence();
@@ -46,6 +53,9 @@ __global__ void both(float* x, const __grid_constant__ CUtensorMap map) {
     for (int i = 0; i < 16; ++i) x[16 + i] = o[i];
 }
 """
+Q_IN_REGISTERS = KERNELS.replace("both(", "registers(").replace(
+    "    issue_scores(s);", "    issue_register_scores(s);"
+)
 ONE_AFTER_THE_OTHER = """
 __global__ void serial(float* x, const __grid_constant__ CUtensorMap map) {
     float s[16], o[16];
@@ -106,6 +116,13 @@ def test_products_and_waits_are_read_in_their_order(tmp_path, cuobjdump):
         "both": "sr10",
         "serial": "s0r0",
     }
+
+
+def test_scores_of_queries_in_registers_are_scores(tmp_path, cuobjdump):
+    build = compiled(tmp_path, Q_IN_REGISTERS, HOPPER_SOURCE)
+    (sequence,) = product_sequences(build.steps[0].object, cuobjdump).values()
+    assert re.sub(r"(.)\1+", r"\1", sequence) == "sr10"
+    assert check_sass(build, cuobjdump) == []
 
 
 def test_forward_kernels_whose_products_wait_for_each_other_are_found(tmp_path, cuobjdump):

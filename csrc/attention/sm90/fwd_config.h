@@ -22,7 +22,9 @@ struct FwdTile {
     int block_n = 128;
     int q_stages = 2;            // 2: the next tile's Q is loaded while this one is worked on
     int kv_stages = 2;           // of K and of V
+    bool register_q = false;     // Q is copied to registers at a tile's start, its stage free again
     bool ping_pong = true;       // warpgroups take turns with the tensor cores
+    int turn_tail = 0;           // instructions of O += P V that are issued after the turn
     bool evict_hints = false;    // keep K and V in the L2, let Q go
     bool lazy_rescale = false;   // see OnlineSoftmax::probabilities
     bool rescale_first = false;  // O is rescaled between the two products of a step, not after them
@@ -56,12 +58,19 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
         tile.block_m = 192;
         tile.lazy_rescale = true;
         tile.warp_stores = tile.vote_on_mask = body == FwdBody::kFull;
+        tile.turn_tail = body == FwdBody::kFull ? 2 : 0;
     } else if (head_dim == 64) {
         tile.kv_stages = 3;
     } else if (head_dim <= 128) {
         tile.evict_hints = body != FwdBody::kFull;
         tile.wait_first = true;
         tile.vote_on_mask = body == FwdBody::kFull;
+        if (head_dim == 128 && body == FwdBody::kFull) {
+            tile.register_q = true;
+            tile.q_stages = 1;
+            tile.wait_first = false;
+            tile.turn_tail = 4;
+        }
     } else {  // no room for a second Q or for an output tile
         tile.block_n = head_dim == 256     ? (body == FwdBody::kFull ? 80 : 64)
                        : head_dim_v == 192 ? 112
@@ -141,6 +150,8 @@ struct FwdConfig {
     static constexpr int kBlockN = kTile.block_n;
     static constexpr int kQStages = kTile.q_stages;
     static constexpr int kStages = kTile.kv_stages;
+    // While a tile is worked on, Q of the next one may arrive.
+    static constexpr bool kLoadsQAhead = kQStages > 1 || kTile.register_q;
 
     static constexpr int kConsumers = kBlockM / 64;  // warpgroups
     static constexpr int kThreads = 128 * (kConsumers + 1);

@@ -77,6 +77,7 @@ class FwdConsumer {
 
         // S = Q K^T of the first block, whose keys may end within it
         shared.q_full[q_state.index].wait(q_state.parity);
+        if constexpr (Config::kTile.register_q) load_queries();
         shared.k_full[k_state.index].wait(k_state.parity);
         if (Config::kHalfBlocks && sees_lower_half_only(n_block)) {
             first_block<Config::kHalfBlocks ? Config::kTilesN / 2 : Config::kTilesN>(n_block);
@@ -98,11 +99,10 @@ class FwdConsumer {
         }
 
         // O += P V of the last block; the next tile is looked up meanwhile
-        if (thread == 0) shared.q_empty[q_state.index].arrive();
-        q_state.advance();
+        if constexpr (!Config::kTile.register_q) release(shared.q_empty, q_state);
         if (Config::kTile.rescale_first) rescale_output();
         shared.v_full[v_state.index].wait(v_state.parity);
-        issue_pv();
+        issue_pv</*kGivesTurn=*/false>();
         const FwdWork finished = work;
         next_work();
         float lse[2];
@@ -153,8 +153,7 @@ class FwdConsumer {
 
             // O += P V of the block before
             shared.v_full[v_state.index].wait(v_state.parity);
-            issue_pv();
-            if (Config::kTile.ping_pong) give_turn((warpgroup + 1) % Config::kConsumers);
+            issue_pv</*kGivesTurn=*/Config::kTile.ping_pong>();
 
             // P = exp2(S * scale_log2 - row_max) beside that product
             ptx::wgmma_wait_group<1>();
@@ -187,22 +186,49 @@ class FwdConsumer {
         }
     }
 
+    /// This warp's rows of Q; their buffer is free when every warp has its own.
+    __device__ __forceinline__ void load_queries() {
+        int my_lane = lane;
+        ptx::make_opaque(my_lane);  // no address in the main loop's registers
+        load_operand<LayoutQ>(queries, ptx::shared_address(shared.q[q_state.index].bytes),
+                              64 * warpgroup + thread / 32 * 16, my_lane);
+        __syncwarp();
+        if (lane == 0) shared.q_empty[q_state.index].arrive();
+        q_state.advance();
+    }
+
     template <int kTiles>
     __device__ __forceinline__ void issue_qk(float (&scores)[1][kTiles][4]) {
         const uint32_t q = ptx::shared_address(shared.q[q_state.index].bytes) +
                            static_cast<uint32_t>(64 * warpgroup * LayoutQ::kRowBytes);
         const uint32_t k = ptx::shared_address(shared.k[k_state.index].bytes);
         ptx::wgmma_fence();
-        gemm_columns<Element, LayoutQ, LayoutK>(scores, LayoutQ::column_descriptor(q),
-                                                LayoutK::column_descriptor(k));
+        if constexpr (Config::kTile.register_q) {
+            gemm_columns<Element, LayoutK>(scores, queries, LayoutK::column_descriptor(k));
+        } else {
+            gemm_columns<Element, LayoutQ, LayoutK>(scores, LayoutQ::column_descriptor(q),
+                                                    LayoutK::column_descriptor(k));
+        }
         ptx::wgmma_commit_group();
     }
 
+    /// The next warpgroup takes its turn while the last instructions wait for the tensor cores.
+    template <bool kGivesTurn>
     __device__ __forceinline__ void issue_pv() {
+        constexpr int kTail = Config::kTile.turn_tail, kSteps = Config::kBlockN / 16;
+        const int next = (warpgroup + 1) % Config::kConsumers;
         const uint32_t v = ptx::shared_address(shared.v[v_state.index].bytes);
         ptx::wgmma_fence();
-        gemm_rows<Element, LayoutV>(acc_o, probabilities, LayoutV::row_descriptor(v));
+        using Mma = ElementWgmma<Element, Config::kHeadDimV>;
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+            if (kGivesTurn && kTail > 0 && k == kSteps - kTail) give_turn(next);
+            Mma::template rs<ptx::Major::kOuter>(
+                &acc_o[0][0][0], probabilities + 4 * k,
+                LayoutV::row_descriptor(v) + (LayoutV::row_step_offset(k) >> 4), 1);
+        }
         ptx::wgmma_commit_group();
+        if (kGivesTurn && kTail == 0) give_turn(next);
     }
 
     __device__ __forceinline__ void finish_pv() {
@@ -210,8 +236,7 @@ class FwdConsumer {
         release(shared.v_empty, v_state);
     }
 
-    /// Scores to probabilities in place, and the factors by which older output
-    /// shrinks.
+    /// Scores to probabilities in place, and the factors by which older output shrinks.
     template <bool kMasked, int kTiles>
     __device__ __forceinline__ void score_to_probabilities(float (&scores)[1][kTiles][4],
                                                            int n_block) {
@@ -243,8 +268,7 @@ class FwdConsumer {
                                                                                   scale_log2);
     }
 
-    /// Rounds P to the element type: an accumulator's layout is that of an A
-    /// operand.
+    /// Rounds P to the element type: an accumulator's layout is that of an A operand.
     __device__ __forceinline__ void round_probabilities() {
 #pragma unroll
         for (int n = 0; n < Config::kTilesN; ++n) {
@@ -284,8 +308,7 @@ class FwdConsumer {
         ptx::bar_sync(kBarrierValuesCleared, 128 * Config::kConsumers);
     }
 
-    /// The LSE of this lane's two rows and the factors that turn O into the
-    /// output.
+    /// The LSE of this lane's two rows and the factors that turn O into the output.
     __device__ __forceinline__ void finish_rows(const FwdWork& finished, float (&lse)[2],
                                                 float (&normalizer)[2]) {
         const float sink = sink_of(arguments.params.problem, finished);
@@ -318,8 +341,7 @@ class FwdConsumer {
     const int warpgroup;
     int thread;    // in the warpgroup
     int lane;      // in the warp
-    int lane_row;  // this lane's first row in the tile; the other one lies eight
-                   // below
+    int lane_row;  // this lane's first row in the tile; the other one lies eight below
     float scale_log2;
     ScoreTerms terms;
     FwdWork work;
@@ -331,26 +353,10 @@ class FwdConsumer {
     float shrink[1][2];
     bool grew = true;  // false: shrink is 1
     float acc_s[1][Config::kTilesN][4];
+    uint32_t queries[Config::kTile.register_q ? Config::kHeadDim / 4 : 1];
     uint32_t probabilities[Config::kBlockN / 4];
     float acc_o[1][Config::kTilesD][4];
 };
-
-template <class Config>
-__device__ __forceinline__ void init_barriers(FwdSharedStorage<Config>& shared) {
-    shared.work_full.init(1);
-    shared.work_empty.init(4 * Config::kConsumers + 1);  // the consumers' warps and the producer
-    for (int i = 0; i < Config::kQStages; ++i) {
-        shared.q_full[i].init(1);
-        shared.q_empty[i].init(Config::kConsumers);
-    }
-    for (int i = 0; i < Config::kStages; ++i) {
-        shared.k_full[i].init(1);
-        shared.k_empty[i].init(Config::kConsumers);
-        shared.v_full[i].init(1);
-        shared.v_empty[i].init(Config::kConsumers);
-    }
-    ptx::fence_mbarrier_init();
-}
 
 /// A persistent CTA: warpgroup 0 loads and schedules, the others compute.
 template <class Config>

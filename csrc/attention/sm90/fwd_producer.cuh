@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_kv_tiles(FwdSharedStorage<Config>& shared,
         // the last, for looking it up takes time.
         const int claim_at = min(end - 2, begin + 1);
         if (claim_at < begin) shared.work_empty.arrive();
-        if (Config::kQStages > 1) {
+        if (Config::kLoadsQAhead) {
             load_q();
             load_k(end - 1);
         } else {  // the only Q tile is still in use: K of this tile can go ahead
