@@ -58,7 +58,6 @@ constexpr FwdTile fwd_tile(int head_dim, int head_dim_v, FwdBody body) {
         tile.block_m = 192;
         tile.lazy_rescale = true;
         tile.warp_stores = tile.vote_on_mask = body == FwdBody::kFull;
-        tile.turn_tail = body == FwdBody::kFull ? 2 : 0;
     } else if (head_dim == 64) {
         tile.kv_stages = 3;
     } else if (head_dim <= 128) {
