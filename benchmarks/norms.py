@@ -257,8 +257,8 @@ def measure_shape(candidates, rows, hidden_size, dtype, roof, args) -> list:
     sets = make_sets(rows, hidden_size, DTYPES[dtype], torch.device("cuda"), num_sets)
     if "torch_compile" in candidates:
         torch._dynamo.reset()  # after a few shapes it would leave a function uncompiled
-    # The first graph of a process that allocates what it writes took 8% longer in each replay than the
-    # same graph captured again: that one is thrown away.
+    # The first graph of a process that allocates what it writes took 8% longer in each replay than
+    # the same graph captured again: that one is thrown away.
     time_pass(candidates["flash_attn_norm"][args.norms[0]], sets, args.norms[0], "forward", 1)
     for name in args.norms:
         for which in ("forward", "backward"):
