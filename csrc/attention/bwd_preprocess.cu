@@ -56,8 +56,12 @@ BwdWorkspace BwdPlan::carve(const AttentionBwdParams& params) const {
         problem.is_packed() ? problem.total_k : problem.batch_size * problem.seqlen_k;
     take(workspace.bias_parts, bias_columns_only ? heads * keys : 0);
     workspace.dq_tiles = heads * q_slots;
-    if (dq_units > 0) {  // a dense problem
-        workspace.units = problem.batch_size * problem.num_heads_kv * head_splits;
+    if (dq_units > 0 || units_ahead > 0) {  // a dense problem
+        workspace.units_per_batch_entry = problem.num_heads_kv * head_splits;
+        workspace.units = problem.batch_size * workspace.units_per_batch_entry;
+        workspace.zeroed_units = units_ahead;
+    }
+    if (dq_units > 0) {
         workspace.dq_tiles = workspace.dq_tiles / workspace.units * dq_units;
     }
     take(workspace.units_done, 2 * workspace.units);

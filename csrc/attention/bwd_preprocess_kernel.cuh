@@ -91,6 +91,15 @@ struct OutRows {
     }
 };
 
+/// Whether this pass zeroes the sums of dQ of a query head, and not the main kernel.
+__device__ __forceinline__ bool zeroes_sums(const BwdWorkspace& workspace,
+                                            const AttentionProblem& problem, int64_t batch,
+                                            int head) {
+    if (workspace.zeroed_units == 0) return true;
+    const int units = static_cast<int>(workspace.units_per_batch_entry);
+    return batch * units + head / (problem.num_heads_q / units) < workspace.zeroed_units;
+}
+
 /// One CTA prepares the block of query rows of one slot and head. kDependent: the main kernel is a
 /// dependent launch. zeroed_entries: of each tile of dq_accum; 0 if the first part is stored.
 template <class Element, bool kDependent>
@@ -120,7 +129,8 @@ __global__ void __launch_bounds__(kPreprocessThreads)
     if (zeroed_entries == 0) {
         const int64_t tiles = slots.count() * problem.num_heads_q;
         if (thread < 2) workspace.dq_turn[thread * tiles + tile.index] = 0;
-    } else if (rows > 0 && tile.index < workspace.dq_tiles) {
+    } else if (rows > 0 && tile.index < workspace.dq_tiles &&
+               zeroes_sums(workspace, problem, batch, head)) {
         float4* accum = reinterpret_cast<float4*>(workspace.dq_accum + tile.index * zeroed_entries);
         for (int64_t i = thread; i < zeroed_entries / 4; i += kPreprocessThreads) {
             accum[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

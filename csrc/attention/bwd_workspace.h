@@ -34,13 +34,16 @@ struct BwdWorkspace {
     float* delta = nullptr;     // like lse_log2: sum of dout * out, less dsoftmax_lse
     float* sink_parts = nullptr;  // [num_heads_q, query slots] (ds_aux wanted)
     float* bias_parts = nullptr;  // [num_heads_q, total_k]: sums over rows (a bias without rows)
-    int* units_done = nullptr;    // [2, units] tiles that have added to dQ (sums for dq_units)
+    int* units_done = nullptr;    // [2, units] tiles that have added to dQ (sums for dq_units), or
+                                  // that have zeroed its sums (units_ahead)
     float* dq_accum = nullptr;    // [num_heads_q, query slots, block_m * head dim class], or
                                   // [dq_units, heads of a unit, query slots of a sequence, ...]
     float* dk_accum = nullptr;    // [num_heads_kv, key slots, ...] (head split)
     float* dv_accum = nullptr;
-    int64_t units = 0;     // of units_done
-    int64_t dq_tiles = 0;  // of dq_accum
+    int64_t units = 0;  // of units_done
+    int64_t units_per_batch_entry = 0;
+    int64_t zeroed_units = 0;  // whose sums of dQ bwd_preprocess() zeroes; 0: all
+    int64_t dq_tiles = 0;      // of dq_accum
     int64_t counter_bytes = 0;
     int64_t accum_bytes = 0;  // of dk_accum and dv_accum together
     int64_t total_bytes = 0;
@@ -62,6 +65,9 @@ struct BwdPlan {
     int block_n = 0;
     int head_splits = 1;  // CTAs that share the query heads of one K/V head
     int dq_units = 0;     // units (see BwdTileOrder) whose sums of dQ have a place; 0: all
+    // Not 0: a unit's tiles zero the sums of the unit that comes so many later, and only those of
+    // the first ones are zeroed before.
+    int units_ahead = 0;
 
     BwdWorkspace carve(const AttentionBwdParams& params) const;
 };

@@ -59,6 +59,7 @@ inline int fill_bwd_args(const AttentionBwdParams& params, const BwdPlan& plan, 
     args.rotates_queries =
         args.first_stores_dq && !params.deterministic && !has_score_terms(params.problem);
     args.dq_units = plan.dq_units;
+    args.units_ahead = plan.units_ahead;
     args.head_splits = plan.head_splits;
     args.heads_per_split = params.problem.group_size() / plan.head_splits;
     args.by_heads = Divisor::of(params.problem.num_heads_kv * plan.head_splits);
@@ -94,6 +95,18 @@ inline int bwd_dq_units(const AttentionBwdParams& params, int head_splits, int t
     if (problem.group_size() > head_splits || bwd_pass_options(params).first_stores_dq) return 0;
     const BwdTileOrder order = bwd_tile_order(problem, head_splits, tile_keys, tiles_at_once);
     return order.units < tiles_at_once / 3 ? 0 : order.places(tiles_at_once);
+}
+
+/// BwdPlan::units_ahead: not 0 where sums start from zeros and enough units come after the first
+/// ones.
+inline int bwd_units_ahead(const AttentionBwdParams& params, const BwdPlan& plan, int tile_keys,
+                           int tiles_at_once) {
+    const AttentionProblem& problem = params.problem;
+    if (problem.is_packed() || params.deterministic || plan.dq_units > 0) return 0;
+    if (bwd_pass_options(params).first_stores_dq) return 0;
+    const BwdTileOrder order = bwd_tile_order(problem, plan.head_splits, tile_keys, tiles_at_once);
+    const int ahead = order.at_work(tiles_at_once);
+    return ahead < order.units ? ahead : 0;
 }
 
 }  // namespace sm90

@@ -51,7 +51,8 @@ struct BwdArgs {
     // Tiles without a mask start at different query blocks, each at its own first key, so that the
     // first one that comes to a query block is not followed closely by others who would wait.
     bool rotates_queries = false;
-    int dq_units = 0;  // see BwdPlan; not 0: the main kernel rounds dQ
+    int dq_units = 0;     // see BwdPlan; not 0: the main kernel rounds dQ
+    int units_ahead = 0;  // see BwdPlan; not 0: the main kernel zeroes sums of dQ
     int head_splits = 1;
     int heads_per_split = 1;  // query heads of a unit
     Divisor by_heads;         // num_heads_kv * head_splits

@@ -132,7 +132,8 @@ __device__ __forceinline__ void write_dq(const BwdClusterConsumer<Config>& consu
     if (is_first) {
         consumer.template store_sums<kColumns>(sums, dq);
     } else {
-        if (args.dq_units > 0 && count == 0) wait_barrier(shared.dq_free(), 0);
+        const bool waits = args.dq_units > 0 || args.units_ahead > 0;
+        if (waits && count == 0) wait_barrier(shared.dq_free(), 0);
         consumer.template add_sums<kColumns>(sums, dq);
     }
     if (in_turns || is_first) ptx::bar_arrive(kDqReady, kHandOverThreads);
@@ -366,6 +367,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
         }
         if (threadIdx.x / 32 == 2 && args.dq_units > 0) {
             count_tile<Config>(shared, storage, args, rank);
+        }
+        if (threadIdx.x / 32 == 2 && args.units_ahead > 0) {
+            zero_later_sums<Config::kTileKeys, Config::kBlockM * Config::kHeadDim, 2>(tile, args,
+                                                                                      rank);
+            if (threadIdx.x % 32 == 0) {
+                wait_for_zeros</*kShares=*/2>(tile, args);
+                ptx::mbarrier_arrive(shared.dq_free());
+            }
         }
         __syncwarp();
     } else {

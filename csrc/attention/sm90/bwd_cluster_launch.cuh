@@ -24,6 +24,7 @@ BwdPlan make_plan(const AttentionBwdParams& params, int num_sms) {
     plan.dv = Config::key_gradient_layout(Config::kHeadDimV);
     plan.head_splits = bwd_head_splits(params, Config::kTileKeys, num_sms / 2);
     plan.dq_units = bwd_dq_units(params, plan.head_splits, Config::kTileKeys, num_sms / 2);
+    plan.units_ahead = bwd_units_ahead(params, plan, Config::kTileKeys, num_sms / 2);
     return plan;
 }
 

@@ -33,6 +33,41 @@ __device__ __forceinline__ int dq_tiles_per_head(const BwdTile& tile, const BwdA
     return args.dq_units == 0 ? tile.tiles_per_head : args.query_tiles_per_sequence;
 }
 
+/// Zeroes this tile's share of the sums of dQ of the unit that comes units_ahead later, and counts
+/// it: kShares for each tile, of which this is number `share`. One warp.
+template <int kTileKeys, int kTileEntries, int kShares>
+__device__ __forceinline__ void zero_later_sums(const BwdTile& tile, const BwdArgs& args,
+                                                int share) {
+    const int unit = unit_of(tile, args) + args.units_ahead;
+    if (unit >= args.workspace.units) return;
+    const int heads = args.params.problem.num_heads_kv * args.head_splits;
+    const int sequence = unit / heads, head_begin = unit % heads * args.heads_per_split;
+    const int blocks = args.query_tiles_per_sequence, shares = args.order.blocks * kShares;
+    const int number = tile.first_key / kTileKeys * kShares + share;
+    const int begin = static_cast<int>(int64_t{number} * blocks / shares);
+    const int end = static_cast<int>((int64_t{number} + 1) * blocks / shares);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+    for (int head = head_begin; head < head_begin + args.heads_per_split; ++head) {
+        const int64_t first = int64_t{head} * tile.tiles_per_head + int64_t{sequence} * blocks;
+        float4* sums = reinterpret_cast<float4*>(args.workspace.dq_accum +
+                                                 (first + begin) * int64_t{kTileEntries});
+#pragma unroll 4
+        for (int i = lane; i < (end - begin) * (kTileEntries / 4); i += 32) {
+            sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::red_release_add(args.workspace.units_done + unit, 1);
+}
+/// Waits until the sums of the tile's unit are zeros. One thread.
+template <int kShares>
+__device__ __forceinline__ void wait_for_zeros(const BwdTile& tile, const BwdArgs& args) {
+    const int unit = unit_of(tile, args);
+    if (unit < args.units_ahead) return;
+    wait_flag(args.workspace.units_done + unit, args.order.blocks * kShares);
+}
+
 /// How one warp follows a unit. `half`: of the columns of dQ, where different CTAs add to them.
 struct UnitCounter {
     int* done;  // tiles that have added, and one more: zeros for the next unit

@@ -58,12 +58,14 @@ struct BwdTileOrder {
         int block = 0;
     };
 
+    /// Units of which tiles may be at work at a time. Those that take turns count as one: a unit
+    /// waits for units so much earlier, and none of its tiles for a later one.
+    int at_work(int slots) const { return tail_units + slots / std::max(1, blocks) + 2; }
+
     /// Places for sums of dQ, which units take in turns: for those at work at a time, and for as
-    /// many as are rounded meanwhile. A unit and the one before in its place must not take turns
-    /// with each other, or their tiles would wait for later ones.
+    /// many as are rounded meanwhile.
     int places(int slots) const {
-        const int at_work = tail_units + slots / std::max(1, blocks) + 2;
-        return std::min(units, at_work + std::max(2, at_work / 2));
+        return std::min(units, at_work(slots) + std::max(2, at_work(slots) / 2));
     }
 
     FAN_HOST_DEVICE Tile tile(int index) const {
