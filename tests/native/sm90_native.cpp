@@ -163,10 +163,11 @@ void bind_map(py::module_& module) {
 
 /// (unit, block) of every tile of a dense causal backward pass on Hopper, in the order of the grid,
 /// and the places that units have for sums of dQ.
-std::pair<std::vector<std::pair<int, int>>, int> bwd_tiles(int batch_size, int num_heads_q,
-                                                           int num_heads_kv, int64_t seqlen,
-                                                           int head_splits, int block_n,
-                                                           int tiles_at_once) {
+/// The tiles in their order, and of how many units some are at work, or have a place, at a time.
+std::tuple<std::vector<std::pair<int, int>>, int, int> bwd_tiles(int batch_size, int num_heads_q,
+                                                                 int num_heads_kv, int64_t seqlen,
+                                                                 int head_splits, int block_n,
+                                                                 int tiles_at_once) {
     AttentionProblem problem;
     problem.batch_size = batch_size;
     problem.num_heads_q = num_heads_q;
@@ -180,7 +181,7 @@ std::pair<std::vector<std::pair<int, int>>, int> bwd_tiles(int batch_size, int n
         const auto tile = order.tile(i);
         tiles.emplace_back(tile.unit, tile.block);
     }
-    return {tiles, order.places(tiles_at_once)};
+    return {tiles, order.at_work(tiles_at_once), order.places(tiles_at_once)};
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ PROBLEMS = [
 def test_every_tile_comes_once(native, problem):
     *sizes, tiles_at_once = problem
     batch_size, _, num_heads_kv, seqlen, head_splits = sizes
-    tiles, _ = native.bwd_tiles(*sizes, 128, tiles_at_once)
+    tiles, _, _ = native.bwd_tiles(*sizes, 128, tiles_at_once)
     blocks = -(-seqlen // 128)
     units = batch_size * num_heads_kv * head_splits
     assert sorted(tiles) == [(unit, block) for unit in range(units) for block in range(blocks)]
@@ -28,9 +28,10 @@ def test_every_tile_comes_once(native, problem):
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_units_wait_for_earlier_tiles_only(native, problem):
-    """A unit takes the place of an earlier one when that one's last tile is done."""
+    """A unit takes the place of an earlier one when that one's last tile is done, and adds to sums
+    that the tiles of an earlier one zero as they begin."""
     *sizes, tiles_at_once = problem
-    tiles, places = native.bwd_tiles(*sizes, 128, tiles_at_once)
+    tiles, at_work, places = native.bwd_tiles(*sizes, 128, tiles_at_once)
     first, last = {}, {}
     for index, (unit, _) in enumerate(tiles):
         first.setdefault(unit, index)
@@ -40,6 +41,8 @@ def test_units_wait_for_earlier_tiles_only(native, problem):
         assert last[unit - places] < first[unit]
         # What runs beside it has places, too: nobody waits in the ordinary course of things.
         assert first[unit] - last[unit - places] > tiles_at_once // 2
+    for unit in range(at_work, len(first)):
+        assert first[unit] - last[unit - at_work] > tiles_at_once
 
 
 def makespan(tiles, blocks, tiles_at_once) -> int:
@@ -54,7 +57,7 @@ def makespan(tiles, blocks, tiles_at_once) -> int:
 def test_causal_tiles_end_together(native, seqlen):
     """Under a causal mask a unit's first block is its longest; one that starts last ends alone."""
     sizes = (16384 // seqlen, 16, 16, seqlen, 1, 128, 132)
-    (tiles, _), blocks = native.bwd_tiles(*sizes), seqlen // 128
+    (tiles, _, _), blocks = native.bwd_tiles(*sizes), seqlen // 128
     work = sum(blocks - block for _, block in tiles)
     assert makespan(tiles, blocks, 132) <= 1.04 * work / 132 + 1
     # Unit by unit it would be this much: what the order is there to save.
