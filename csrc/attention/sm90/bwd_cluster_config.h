@@ -46,6 +46,10 @@ struct BwdClusterConfig {
     static constexpr int kDqEntries = kBlockM * kDqColumns;  // of a part
     static constexpr int kDqRegisters = kDqEntries / 128;
 
+    // Steps of dK, 16 queries each, that are issued before the partner's dS is waited for; the
+    // others run while dQ leaves.
+    static constexpr int kEarlyDk = 1;
+
     static AccumulatorLayout dq_layout() {
         return AccumulatorLayout{kBlockM, kHeadDim,       /*threads=*/512, /*warps_rows=*/4,
                                  1,       kDqColumns / 8, /*vector=*/4};

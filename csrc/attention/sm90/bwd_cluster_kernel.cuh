@@ -192,11 +192,11 @@ __device__ __forceinline__ void add_key_gradient(const BwdClusterConsumer<Config
         dq, shared.ds(parity),
         shared.k() + static_cast<uint32_t>(2 * rank) * Config::KLayout::kChunkBytes, false);
     wait_barrier(shared.q_full(s), count / Config::kStages % 2);
-    consumer.template key_gradient_mma<QLayout, 0, kSteps / 2>(dk, ds, shared.q(s));
+    consumer.template key_gradient_mma<QLayout, 0, Config::kEarlyDk>(dk, ds, shared.q(s));
     wait_barrier(shared.ds_full(parity), count / 2 % 2);
     consumer.template dq_mma<typename Config::PartnerKLayout>(dq, shared.partner_ds(parity),
                                                               shared.partner_k(), true);
-    consumer.template key_gradient_mma<QLayout, kSteps / 2, kSteps>(dk, ds, shared.q(s));
+    consumer.template key_gradient_mma<QLayout, Config::kEarlyDk, kSteps>(dk, ds, shared.q(s));
     ptx::wgmma_wait_group<1>();
     if (consumer.lane() == 0) {
         ptx::mbarrier_arrive_remote(ptx::mapa(shared.ds_free(parity), partner));
