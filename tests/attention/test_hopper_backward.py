@@ -78,6 +78,19 @@ def test_packed_gradients_of_long_sequences(kernel, options):
     check(kernel, inputs, **options)
 
 
+def assert_right_on_a_busy_card(kernel, inputs, repeats, **options) -> None:
+    """The gradients are right on an idle card, and beside other work the same up to rounding."""
+    dout = random_dout(inputs)
+    alone = check(kernel, inputs, dout, **options)
+    work = BusyCard()
+    for _ in range(repeats):
+        work.add_work()
+        beside = run_ours(kernel, inputs, dout, **options)
+        for name in GRADIENTS:
+            step = torch.finfo(torch.bfloat16).eps * alone[name].abs().max().item()
+            assert_within(name, beside[name], alone[name], 2 * step)
+
+
 # (batch_size, seqlen_q, seqlen_k, heads, head_dim, head_dim_v): enough heads that Hopper's kernels
 # round dQ themselves, more of them than have a place for their sums.
 SHARED_SUMS = [
@@ -94,15 +107,24 @@ SHARED_SUMS = [
 def test_heads_share_the_place_of_their_sums(kernel, sizes, options):
     batch_size, seqlen_q, seqlen_k, heads, *head_dims = sizes
     inputs = make_inputs(CUDA_BF16, batch_size, seqlen_q, seqlen_k, (heads, heads), *head_dims)
-    dout = random_dout(inputs)
-    alone = check(kernel, inputs, dout, **options)
-    work = BusyCard()
-    for _ in range(20):
-        work.add_work()
-        beside = run_ours(kernel, inputs, dout, **options)
-        for name in GRADIENTS:
-            step = torch.finfo(torch.bfloat16).eps * alone[name].abs().max().item()
-            assert_within(name, beside[name], alone[name], 2 * step)
+    assert_right_on_a_busy_card(kernel, inputs, 20, **options)
+
+
+# (batch_size, seqlen_q, seqlen_k, heads, head_dim, head_dim_v) and options: enough heads that
+# Hopper's kernels zero sums of later ones.
+SUMS_OF_LATER_HEADS = [
+    ((3, 90, 2100, (8, 8), 256, 256), {"causal": True}),
+    ((4, 500, 2200, (6, 6), 192, 128), {"window_size": (2100, 10)}),
+    ((9, 300, 2100, (2, 2), 128, 128), {"window_size": (2050, 0)}),
+    ((3, 2500, 2500, (16, 16), 128, 128), {"causal": True}),
+    ((16, 90, 1030, (4, 2), 128, 128), {}),
+    ((16, 90, 1030, (4, 2), 128, 128), {"softcap": 2.0}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), SUMS_OF_LATER_HEADS, ids=str)
+def test_heads_zero_the_sums_of_later_ones(kernel, sizes, options):
+    assert_right_on_a_busy_card(kernel, make_inputs(CUDA_BF16, *sizes), 20, **options)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -183,16 +205,7 @@ def assert_repeats(kernel, inputs, card, repeats=200, **options) -> None:
 def test_busy_card_with_fewer_and_more_tiles_than_multiprocessors(kernel, batch_size, head_dim):
     """Whoever comes first to a query block, the sums are the same up to rounding."""
     inputs = make_inputs(CUDA_BF16, batch_size, 500, 500, (4, 2), head_dim)
-    dout = random_dout(inputs)
-    check(kernel, inputs, dout, causal=True)
-    alone = run_ours(kernel, inputs, dout, causal=True)
-    work = BusyCard()
-    for _ in range(50):
-        work.add_work()
-        beside = run_ours(kernel, inputs, dout, causal=True)
-        for name in GRADIENTS:
-            step = torch.finfo(torch.bfloat16).eps * alone[name].abs().max().item()
-            assert_within(name, beside[name], alone[name], 2 * step)
+    assert_right_on_a_busy_card(kernel, inputs, 50, causal=True)
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (150, 20)}], ids=str)
