@@ -50,6 +50,10 @@ struct BwdConfig {
     // dV of the steps before this one is issued while dS of the others is stored.
     static constexpr int kMiddleDv = kIsWide ? 2 : kEarlyDv;
 
+    // Whether an idle warp zeroes sums of dQ of later units (BwdPlan::units_ahead). Steps of 64
+    // queries do without: ptxas spills the bounds of their loops then.
+    static constexpr bool kZeroesLater = !kPersists && (kIsWide || kGeneral);
+
     // LSE and delta are loaded this many steps of 16 queries before they are used, the first ones
     // while the products run.
     static constexpr int kRowsAhead = kBlockM == 64 ? kSteps : 2;

@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
             for_each_tile(shared, storage, [&](const BwdTile& tile) {
                 reduce_dq_of_tile(shared, tile, args, storage.rounds_unit);
             });
-        } else if (warp == 2 && !Config::kPersists && args.units_ahead > 0) {
+        } else if (warp == 2 && Config::kZeroesLater && args.units_ahead > 0) {
             ptx::griddepcontrol_wait();  // for units_done
             for_each_tile(shared, storage, [&](const BwdTile& tile) {
                 zero_later_sums<Config::kBlockN, Config::kBlockM * Config::kHeadDim, 1>(tile, args,

@@ -47,6 +47,8 @@ BwdPlan plan_bwd_class(const AttentionBwdParams& params, int num_sms) {
         plan.head_splits = bwd_head_splits(params, Config::kBlockN, num_sms);
         if (!Config::kPersists) {
             plan.dq_units = bwd_dq_units(params, plan.head_splits, Config::kBlockN, num_sms);
+        }
+        if (Config::kZeroesLater) {
             plan.units_ahead = bwd_units_ahead(params, plan, Config::kBlockN, num_sms);
         }
     });

@@ -258,7 +258,7 @@ __device__ __forceinline__ void reduce_dq_of_tile(const BwdAddresses<Config>& sh
                                                   int& rounds_unit) {
     const bool rounds = !Config::kPersists && args.dq_units > 0;
     if (rounds) UnitCounter(tile, args, /*half=*/0).enter();
-    if (!Config::kPersists && args.units_ahead > 0) {
+    if (Config::kZeroesLater && args.units_ahead > 0) {
         if (threadIdx.x % 32 == 0) wait_for_zeros</*kShares=*/1>(tile, args);
         __syncwarp();
     }
