@@ -206,7 +206,8 @@ __device__ __forceinline__ void add_key_gradient(const BwdClusterConsumer<Config
     consumer.release(shared.q_free(s));
 }
 
-/// Calls step(masked, head, block) for all query blocks of all heads of a tile.
+/// Calls step(masked, head, block) for all query blocks of all heads of a tile. It must be inlined,
+/// which clang does not do by itself: products of a called function are serialized.
 template <class Step>
 __device__ __forceinline__ void for_each_query_tile(const BwdTile& tile, Step&& step) {
     const int end = tile.end, full_begin = tile.full_begin, full_end = tile.full_end;
@@ -260,11 +261,12 @@ __device__ __forceinline__ void consume_for_values(const BwdClusterConsumer<Conf
     for (int i = 0; i < kRegisters; ++i) dv[i] = 0.0f;
     uint32_t count = 0;
     uint32_t p[Config::kBlockM / 4];
-    for_each_query_tile(storage.tile, [&](auto masked, int head, int block) {
-        add_value_gradient<Config, decltype(masked)::value>(consumer, storage, args, scale_log2,
-                                                            head, block, count, p, dv);
-        ++count;
-    });
+    for_each_query_tile(storage.tile,
+                        [&](auto masked, int head, int block) __attribute__((always_inline)) {
+                            add_value_gradient<Config, decltype(masked)::value>(
+                                consumer, storage, args, scale_log2, head, block, count, p, dv);
+                            ++count;
+                        });
     ptx::wgmma_wait_group<0>();
     if (args.dq_units > 0) ptx::bar_arrive(kTileAdded, Config::kConsumers + 32);
     store_key_gradient<typename Config::VLayout>(consumer, storage.tile, args, storage.v, &args.dv,
@@ -288,7 +290,7 @@ __device__ __forceinline__ void consume_for_keys(const BwdClusterConsumer<Config
                               2 * rank * Config::kDqEntries;
     const int tiles_per_head = dq_tiles_per_head(tile, args), head_begin = tile.head_begin;
     uint32_t count = 0;
-    for_each_query_tile(tile, [&](auto masked, int head, int block) {
+    for_each_query_tile(tile, [&](auto masked, int head, int block) __attribute__((always_inline)) {
         float* dq_sums =
             first_sums + (int64_t{head - head_begin} * tiles_per_head + block) * kTileEntries;
         add_key_gradient<Config, decltype(masked)::value>(consumer, storage, args, rank, block,
